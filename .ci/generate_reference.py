@@ -147,7 +147,8 @@ def _argument(command: Parser, action: argparse.Action) -> list[str]:
 
 def configuration() -> str:
     """Each configuration key, and what presets and recipes change."""
-    presets, recipes = list(SIZES), list(RECIPES)
+    presets = list(SIZES)
+    recipes = list(RECIPES)
     parts = [
         "# Configuration keys\n",
         "Set them on the command line, `--steps 100k`, or in a TOML file, `pretrain --config FILE.toml`:\n",
@@ -297,7 +298,8 @@ def _type(annotation: Any) -> str:
 
 def _markdown(docstring: str) -> str:
     """Turns sections such as `Args:` and their entries into lists."""
-    lines, section = [], ""
+    lines = []
+    section = ""
     for line in docstring.splitlines():
         if re.fullmatch(r"(Args|Returns|Yields|Raises|Attributes|Example):", line):
             section = line

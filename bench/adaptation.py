@@ -46,7 +46,9 @@ WAYS: dict[str, tuple[str, str, float]] = {
 
 def make_base(texts: list[str], out: Path) -> Path:
     """Trains `mini` on the texts, once."""
-    vocab, corpus, run = out / "vocab.txt", out / "corpus", out / "mini"
+    vocab = out / "vocab.txt"
+    corpus = out / "corpus"
+    run = out / "mini"
     if not vocab.exists():
         ef.vocab(texts, out=vocab, size=8_192, strip_accents=True)
     ef.prepare(texts, vocab=vocab, out=corpus, holdout=0.01)
@@ -57,7 +59,8 @@ def make_base(texts: list[str], out: Path) -> Path:
 def do(name: str, domain: str, options: argparse.Namespace) -> dict[str, Any]:
     """Trains and judges; returns the line of the results."""
     text, objective, share = WAYS[name]
-    base, folder = options.out / "mini", options.out / domain / f"{name}-{options.seed}".replace(" ", "-")
+    base = options.out / "mini"
+    folder = options.out / domain / f"{name}-{options.seed}".replace(" ", "-")
     source = folder / "run" if text else base
     with quietly():
         if text:

@@ -36,7 +36,8 @@ def copy_rate(num_bytes: int, device: torch.device) -> float:
 
 def main() -> int:
     options = parse_arguments(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
-    device, results = options.device, Results(options.results, options.device)
+    device = options.device
+    results = Results(options.results, options.device)
     results.add(f"python {sys.version.split()[0]}, " + ", ".join(map(installed, PACKAGES)))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -92,7 +92,8 @@ class Field:
                     self.contenders[name].take_turn()
 
     def found(self, name: str, baseline: str) -> dict[str, Any]:
-        worker, speeds = self.contenders[name], self.contenders[name].speeds
+        worker = self.contenders[name]
+        speeds = self.contenders[name].speeds
         base = self.contenders[baseline].speeds if baseline in self.contenders else []
         ratios = [mine / its for mine, its in zip(speeds, base, strict=False)]
         return {
@@ -128,7 +129,8 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
     names = names_of(config, options.only, options.against is not None)
     baseline = BEFORE if options.against else EAGER
     title = ", ".join([label(config, text), recipe, *(f"{key} {value}" for key, value in options.overrides.items())])
-    contest, rows = Field(), []
+    contest = Field()
+    rows = []
     with ExitStack() as stack:
         for name in names:
             contest.enter(name, config, corpus, options, stack)
@@ -171,7 +173,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
     card = f"{processor()}, {cores} cores, {threads} threads"
     print(f"{card}, torch {torch.__version__}", flush=True)
     results = Results(options.results, options.device, card)

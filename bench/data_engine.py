@@ -35,7 +35,8 @@ import electra_fast  # noqa: E402
 from electra_fast.data.corpus import Tokenizer  # noqa: E402
 
 PEERS = ["tokenizers", "nanotoken", "transformers", "datasets", "mosaicml-streaming", "litdata"]
-LENGTH, BATCH = 128, 512
+LENGTH = 128
+BATCH = 512
 DOCUMENT = 4096
 Results = dict[str, dict[str, Any]]
 
@@ -174,7 +175,9 @@ def measure_loader(name: str, vocab: Path, folder: Path, seconds: float) -> dict
     for _ in range(3):
         if next(batches).shape != (BATCH, LENGTH):
             raise ValueError("batches of another shape")
-    tokens, start, cpu_start = 0, time.perf_counter(), time.process_time()
+    tokens = 0
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     while time.perf_counter() - start < seconds:
         tokens += next(batches).numel()
     taken = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
@@ -268,7 +271,8 @@ def litdata_batches(rows: np.ndarray[Any, Any], folder: Path) -> Iterator[torch.
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float]:
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     work()
     return time.perf_counter() - start, time.process_time() - cpu_start
 
@@ -279,7 +283,8 @@ def record(result: dict[str, Any], tokens: int, seconds: tuple[float, float]) ->
 
 
 def print_table(title: str, results: Results) -> None:
-    ours, rows = statistics.median(next(iter(results.values()))["Mtok/cpu-s"]), []
+    ours = statistics.median(next(iter(results.values()))["Mtok/cpu-s"])
+    rows = []
     for name, result in results.items():
         if "missing" in result:
             rows.append([name, f"missing ({result['missing']})", "", ""])

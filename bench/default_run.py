@@ -37,7 +37,8 @@ class Run:
         self._command = [sys.executable, "-m", "electra_fast", "pretrain", str(corpus), "--preset", preset, *flags]
         self._command += ["--out", str(folder / "run"), "--optimizer.warmup_steps", "4"]
         self._environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
-        self._metrics, self._log_every = folder / "run/metrics.jsonl", log_every
+        self._metrics = folder / "run/metrics.jsonl"
+        self._log_every = log_every
 
     def train(self, kill_at: int = 0) -> list[dict[str, Any]]:
         """Trains to the end, and returns the lines of its metrics; or until it has logged a step, and kills it."""
@@ -61,13 +62,18 @@ def main() -> int:
     parser.add_argument("--preset")
     parser.add_argument("--steps", type=int)
     options = parse_arguments(parser)
-    preset, steps = options.preset or ("tiny" if options.quick else "small"), options.steps
+    preset = options.preset or ("tiny" if options.quick else "small")
+    steps = options.steps
     steps = steps or (16 if options.quick else 1500)
-    is_cuda, results = options.device.type == "cuda", Results(options.results, options.device)
-    corpus, milliseconds, losses = make_corpus(options.cache, 300 if options.quick else 8000), [], []
+    is_cuda = options.device.type == "cuda"
+    results = Results(options.results, options.device)
+    corpus = make_corpus(options.cache, 300 if options.quick else 8000)
+    milliseconds = []
+    losses = []
     for title, kernels in (("auto", "auto"), ("killed", "auto"), ("all", "triton" if is_cuda else "reference")):
         with tempfile.TemporaryDirectory() as folder:
-            start, run = time.perf_counter(), Run(Path(folder), preset, corpus, steps, kernels)
+            start = time.perf_counter()
+            run = Run(Path(folder), preset, corpus, steps, kernels)
             if title == "killed":
                 run.train(kill_at=steps // 2)
             lines = run.train()

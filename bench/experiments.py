@@ -28,7 +28,9 @@ from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.training.run import exclusive
 
 HERE = Path(__file__).parent
-LIST, DONE, PAUSE = HERE / "experiments.toml", HERE / "data/experiments.jsonl", "pause"
+LIST = HERE / "experiments.toml"
+DONE = HERE / "data/experiments.jsonl"
+PAUSE = "pause"
 POLL_SECONDS = 0.2
 # Runs a script that ends with this process, even if this process is killed.
 START = """
@@ -110,7 +112,8 @@ def main() -> int:
             for each in read_list()[1]
             if each.name not in failed and (options.blimp and options.books or "{blimp}" not in each.command)
         ]:
-            first, minutes = waiting[0], sum(each.minutes for each in waiting)
+            first = waiting[0]
+            minutes = sum(each.minutes for each in waiting)
             counts = f"{len(read_list()[0])} done, 1 running, {len(waiting) - 1} left, together {minutes / 60:.1f} h"
             print(f"{first.name}, about {first.minutes:g} minutes; {counts}", flush=True)
             command = shlex.split(first.command.format(**words))

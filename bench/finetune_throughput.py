@@ -116,11 +116,13 @@ def write_model(
 
 def make_tasks(options: argparse.Namespace, task: str) -> tuple[Job, Path]:
     """The job of a task, and the folder of its untrained model."""
-    encoder, data = load_encoder(options.model), glue.read(task, options.data)
+    encoder = load_encoder(options.model)
+    data = glue.read(task, options.data)
     config = recipe_config("fast", task, encoder.shape, {"finetune.head": "transformers"} | options.overrides)
     job = make_job(data, config, encoder, Path(), choose_device())
     folder = options.cache / "finetune" / f"{task}-{encoder.content_hash[:12]}"
-    labels, dropout = data.task.labels or ("value",), job.config.head_dropout
+    labels = data.task.labels or ("value",)
+    dropout = job.config.head_dropout
     write_model(folder, encoder, job.work.model(), data.task.kind, labels, MAX_LENGTH, dropout)
     return job, folder
 
@@ -136,7 +138,9 @@ def train_ours(job: Job, steps: int) -> dict[str, float]:
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
     step = FinetuneStep(model, job.work, job.num_processes)
-    order, ends, num_tokens = batches.training_order(job.config, len(job.examples), 0), [], 0
+    order = batches.training_order(job.config, len(job.examples), 0)
+    ends = []
+    num_tokens = 0
     for number, chosen in enumerate(order[:steps]):
         chosen = chosen[chosen >= 0]
         parts = job.pack(chosen)
@@ -270,7 +274,9 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     if options.quick:
-        options.preset, options.steps, options.rounds = "tiny", WARM_UP + 2, 1
+        options.preset = "tiny"
+        options.steps = WARM_UP + 2
+        options.rounds = 1
     made = make_inputs(options)
     options.data = options.data or made
     results = Results(options.results, options.device, processor() if options.device.type == "cpu" else None)

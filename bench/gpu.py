@@ -31,7 +31,8 @@ PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-c",
 TESTS = ("model/test_attention.py", "training/test_step.py", "training/test_checkpoint_writer.py")
 TESTS += ("finetuning/test_finetuning.py", "training/test_resume.py", "kernels")
 # The run of A2 and A3: 0.82 G tokens.
-STEPS, VOCABULARY = 50_000, 30_522
+STEPS = 50_000
+VOCABULARY = 30_522
 
 
 def doctor(preset: str, recipe: str, seconds: float = 80) -> Group:
@@ -106,7 +107,8 @@ def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
                 tests(TESTS[:2], "not ahead_of_time", 2, 240),  # the kernels' take minutes in the interpreter
             ],
         }
-    google, dropout = "small:1024:google:0", "small:1024:google"
+    google = "small:1024:google:0"
+    dropout = "small:1024:google"
     # Expected of an H200 (LOG.md, 2026-11-30).
     return {
         "A1": [

@@ -94,7 +94,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="operations whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=50)
     options = parse_arguments(parser)
-    device, results = options.device, Results(options.results, options.device)
+    device = options.device
+    results = Results(options.results, options.device)
     is_cuda = device.type == "cuda"
     names = [name for name in CASES if any(word in name for word in options.only)]
     if not names:
@@ -102,7 +103,8 @@ def main() -> int:
     for name in names:
         entry = CASES[name]
         for sizes in [entry.tested[0][1:]] if options.quick else entry.timed:
-            call, shape = entry.call(device, torch.bfloat16 if is_cuda else torch.float32, *sizes), entry.label(sizes)
+            call = entry.call(device, torch.bfloat16 if is_cuda else torch.float32, *sizes)
+            shape = entry.label(sizes)
             for contender, run in contenders(call, device):
                 found = result(contender, call, run, device, options.repeats if is_cuda else 3)
                 results.add(f"{name}, {shape}: {line(found)}", case=name, shape=shape, **found)

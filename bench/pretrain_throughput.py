@@ -42,7 +42,9 @@ from electra_fast.hardware.flops import flops_per_token
 SHAPES = ["small:128", "small:128:google:0", "small:1024:google:0", "base:128:google:0", "large:64:google:0"]
 QUICK_SHAPES = ["tiny:8"]
 WARM_UP = 6  # ours captures after three steps, torch.compile after two
-SECONDS, LEAST_STEPS, MOST_STEPS = 6.0, 10, 200
+SECONDS = 6.0
+LEAST_STEPS = 10
+MOST_STEPS = 200
 
 
 def contender(build: Callable[..., Runner], dry: Mapping[str, Any], **options: Any) -> Build:
@@ -72,7 +74,8 @@ CONTENDERS: dict[str, Build] = {
 
 
 def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Namespace) -> dict[str, Any]:
-    device, batches = options.device, loader(corpus, config)
+    device = options.device
+    batches = loader(corpus, config)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)

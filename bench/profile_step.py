@@ -37,7 +37,8 @@ Kernel = tuple[str, float]  # name and microseconds of one launch
 
 def open_step(config: ef.Config, corpus: Path, device: torch.device) -> tuple[TrainStep, Iterator[Any]]:
     """A step after warm-up and, on a GPU, capture."""
-    step, batches = new_step(config, device), loader(corpus, config)
+    step = new_step(config, device)
+    batches = loader(corpus, config)
     with as_chosen(step):
         for number in range(WARM_UP + 3):
             step(next(batches), number)
@@ -60,7 +61,8 @@ def kernels_of_replays(step: TrainStep, batches: Iterator[Any], device: torch.de
 
 def table(kernels: Iterable[Kernel], top: int) -> Iterator[str]:
     """The slowest kernels: milliseconds and launches per step."""
-    microseconds, count = Counter[str](), Counter[str]()
+    microseconds = Counter[str]()
+    count = Counter[str]()
     for name, taken in kernels:
         microseconds[name] += taken
         count[name] += 1
@@ -85,12 +87,14 @@ def main() -> int:
     parser.add_argument("--shape", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--top", type=int, default=40)
     options = parse_arguments(parser, with_overrides=True)
-    device, results = options.device, Results(options.results, options.device)
+    device = options.device
+    results = Results(options.results, options.device)
     text = options.shape or ("tiny:8" if options.quick else "small:1024")
     corpus = make_corpus(options.cache, 300 if options.quick else 8000)
     config = shape(text, {"data.corpus": str(corpus), **options.overrides})
     step, batches = open_step(config, corpus, device)
-    title, facts = label(config, text), {"shape": text}
+    title = label(config, text)
+    facts = {"shape": text}
     kernels = kernels_of_replays(step, batches, device)
     if not kernels:
         results.add(f"{title}: the profiler saw no kernel", ok=False)

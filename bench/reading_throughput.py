@@ -26,7 +26,8 @@ from electra_fast.finetuning.readers.question_files import iterate_questions
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.huggingface.encoder import load_encoder
 
-LENGTH, STRIDE = 384, 128  # what the pipeline takes by default, and the longest that it takes of a model of 512
+LENGTH = 384
+STRIDE = 128  # both are the pipeline's: its default stride, and its longest chunk for 512 positions
 LABELS = {"question-answering": ("start", "end"), "tagging": ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")}
 CONTENDERS = ("ours", "pipeline, batches of 1", "pipeline, batches of 32")
 BOUNDARY = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
@@ -110,7 +111,9 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     if options.quick:
-        options.preset, options.questions, options.rounds = "tiny", 10, 1
+        options.preset = "tiny"
+        options.questions = 10
+        options.rounds = 1
     make_inputs(options)
     results = Results(options.results, options.device, processor())
     for kind in LABELS:

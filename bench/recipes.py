@@ -82,7 +82,8 @@ def update_flops(config: ef.Config) -> float:
     """
     if config.optimizer.name != "muon":
         return 0.0
-    optimizer, total = Optimizer(Electra(config).named_parameters(), config.optimizer), 0.0
+    optimizer = Optimizer(Electra(config).named_parameters(), config.optimizer)
+    total = 0.0
     for stack in stacks({name: p for name, p in optimizer.parameters.items() if name not in optimizer.exp_avg_sq}):
         m, n = sorted(stack.shape)
         total += stack.num_matrices * 5 * 2 * (2 * m * m * n + m**3)
@@ -93,7 +94,10 @@ class Study:
     """The runs at a scale: a corpus in `out`, two corruptors, a file of results and the tasks in `glue`, if any."""
 
     def __init__(self, scale: Scale, out: Path, results: Path, glue: Path | None) -> None:
-        self.scale, self.out, self.results, self.glue = scale, out, results, glue
+        self.scale = scale
+        self.out = out
+        self.results = results
+        self.glue = glue
         self.corpus = out / "shards"
         self._lock = threading.Lock()
         *lines, rest = results.read_text().split("\n") if results.exists() else [""]
@@ -146,7 +150,8 @@ class Study:
         """The corpus of 1 / parts of the text: every `parts`-th piece of 1,000 tokens."""
         if parts == 1:
             return self.corpus
-        out, tokenizer = self.out / f"shards-{parts}", ef.Tokenizer.of(self.opened)
+        out = self.out / f"shards-{parts}"
+        tokenizer = ef.Tokenizer.of(self.opened)
         if not (out / "manifest.json").exists():
             pieces = (ids[i : i + 1000] for ids in self.opened for i in range(0, len(ids), 1000))
             ef.prepare(map(tokenizer.decode, islice(pieces, 0, None, parts)), vocab=self.opened.tokenizer_path, out=out)
@@ -161,7 +166,8 @@ class Study:
         """The corruptors of validation text by name, as `load_corruptor` takes them."""
         path = self._ruler if self._is_of_the_log() else self.out / "ruler.npz"
         if not path.exists():
-            network, content = load_corruptor(self.out / "corruptor", self.corpus), BytesIO()
+            network = load_corruptor(self.out / "corruptor", self.corpus)
+            content = BytesIO()
             samples = torch.cat([network.sample(batch, row) for row, batch in self._validation()])
             vocab = np.frombuffer(Path(self.opened.tokenizer_path).read_bytes(), np.uint8)
             hashed = np.array(self.opened.content_hash)
@@ -178,7 +184,8 @@ class Study:
         return ef.Config.preset(self.scale.preset, "google").data.sequence_length
 
     def _corruption(self, corruptor: str) -> str:
-        found, filler = hashlib.sha256(), load_corruptor(corruptor, self.corpus)
+        found = hashlib.sha256()
+        filler = load_corruptor(corruptor, self.corpus)
         for row, batch in self._validation():
             for ids in corrupted_rows({**batch, "sampled_ids": filler.sample(batch, row)}):
                 found.update(ids.numpy().astype("<i4").tobytes())
@@ -187,7 +194,8 @@ class Study:
     def _validation(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yields the batches of validation text, each with the number of its first row."""
         config = ef.Config.preset(self.scale.preset, "google").override({"train.batch_size": EVAL_ROWS})
-        config, corpora = _common_config(config, self.sequence_length), Mixture(self.corpus).holdout
+        config = _common_config(config, self.sequence_length)
+        corpora = Mixture(self.corpus).holdout
         loader = ef.BatchLoader.from_config(config, corpus=corpora, seed=SEED, epochs=1)
         for number, batch in enumerate(islice(loader, self.scale.eval_batches)):
             yield number * EVAL_ROWS, ef.to_torch(batch)
@@ -242,7 +250,8 @@ class Study:
 
     def _run(self, job: Job, threads: int) -> bool:
         """Does one run in a process of its own; returns False if it failed."""
-        identity, (config, num_steps) = self.identity(job), self.config(job)
+        identity = self.identity(job)
+        config, num_steps = self.config(job)
         folder = self.out / "runs" / _digest(identity)
         folder.mkdir(parents=True, exist_ok=True)
         work = {

@@ -6,20 +6,33 @@ python bench/scale.py
 import math
 
 # Bytes per second and seconds per hop: NVLink in a node of 8, InfiniBand per GPU; the hop between processes over TCP.
-NVLINK, NETWORK, HOST_HOP, HOST_WORK = (360e9, 1.5e-6), (45e9, 8e-6), 50e-6, 1e-3
+NVLINK = (360e9, 1.5e-6)
+NETWORK = (45e9, 8e-6)
+HOST_HOP = 50e-6
+HOST_WORK = 1e-3
 # Parameters, layers, hidden size, tokens per step and per second on one H200.
 MODELS = {
     "small": (14_196_219, 12, 256, 1024 * 128, 3.70e6),
     "base": (119_386_427, 12, 768, 128 * 512, 0.543e6),
     "large": (354_655_291, 24, 1024, 64 * 512, 0.181e6),
 }
-GPU_FAILURE_SECONDS, RESTART, PAUSE = 16_384 * 54 * 86_400 / 419, 600, 0.4
+GPU_FAILURE_SECONDS = 16_384 * 54 * 86_400 / 419
+RESTART = 600
+PAUSE = 0.4
 
 # 20 TB in an object store: tokens, tokens per shard, block, document and line, bytes per page.
-TOKENS, SHARD, BLOCK, DOCUMENT, LINE, PAGE = 1e13, 2**27, 262_144, 500, 25, 65_536
+TOKENS = 1e13
+SHARD = 2**27
+BLOCK = 262_144
+DOCUMENT = 500
+LINE = 25
+PAGE = 65_536
 SHARDS = math.ceil(TOKENS / SHARD)
 BLOCKS = SHARDS * SHARD // BLOCK
-LATENCY, REQUEST_BANDWIDTH, CHECKSUMS, GET_PRICE = 50e-3, 85e6, 10e9, 0.4e-6
+LATENCY = 50e-3
+REQUEST_BANDWIDTH = 85e6
+CHECKSUMS = 10e9
+GET_PRICE = 0.4e-6
 PACKING = {"best-fit": 5e9, "examples": 3e9}
 
 
@@ -30,7 +43,8 @@ def ring(num_bytes: float, ranks: int, link: tuple[float, float]) -> float:
 
 def all_reduce(num_bytes: float, gpus: int) -> float:
     """Seconds within nodes, then between them, by ring or tree, with an eighth of the bytes per adapter."""
-    seconds, nodes = ring(num_bytes, min(gpus, 8), NVLINK), gpus // 8
+    seconds = ring(num_bytes, min(gpus, 8), NVLINK)
+    nodes = gpus // 8
     if nodes < 2:
         return seconds
     tree = 2 * num_bytes / 8 / (0.8 * NETWORK[0]) + 2 * math.ceil(math.log2(nodes)) * NETWORK[1]
@@ -40,7 +54,8 @@ def all_reduce(num_bytes: float, gpus: int) -> float:
 def weak(preset: str, gpus: int) -> str:
     """All-reduce, efficiency and tokens per second with the same rows on each GPU."""
     parameters, _, _, tokens, speed = MODELS[preset]
-    message, host = all_reduce(4 * parameters, gpus), HOST_WORK + (gpus - 1) * HOST_HOP
+    message = all_reduce(4 * parameters, gpus)
+    host = HOST_WORK + (gpus - 1) * HOST_HOP
     step = max(tokens / speed + message, host)
     limit = "†" if step == host else ""
     return f"{message * 1e3:.1f} ms, {tokens / speed / step:.1%}{limit}, {gpus * tokens / step / 1e6:,.1f} M"
@@ -51,7 +66,9 @@ def sharded(preset: str, gpus: int) -> list[str]:
     parameters, layers, hidden, tokens, speed = MODELS[preset]
     layer = 12 * hidden**2 + 13 * hidden
     inside = layers * (layer + layer // 16)  # the generator's layers are a quarter as wide
-    rest, compute, nodes = parameters - inside, tokens / speed, math.ceil(gpus / 8)
+    rest = parameters - inside
+    compute = tokens / speed
+    nodes = math.ceil(gpus / 8)
     hops = (gpus - nodes) * NVLINK[1] + (nodes - 1) * NETWORK[1]
     message = 4 * (2 * rest + 3 * inside) * (1 - 1 / gpus) / NVLINK[0] + (6 * layers + 2) * hops
     memory = 16 * parameters / gpus + 4 * (2 * rest + 5 * layer)
@@ -63,7 +80,8 @@ def sharded(preset: str, gpus: int) -> list[str]:
 def failures(gpus: int) -> list[str]:
     """Time between failures, best interval and share of time lost, by it and by every 5,000 steps of `large`."""
     between = GPU_FAILURE_SECONDS / gpus
-    best, default = math.sqrt(2 * PAUSE * between), 5_000 * MODELS["large"][3] / MODELS["large"][4]
+    best = math.sqrt(2 * PAUSE * between)
+    default = 5_000 * MODELS["large"][3] / MODELS["large"][4]
     lost = [f"{PAUSE / each + (each / 2 + RESTART) / between:.2%}" for each in (best, default)]
     return [f"{between / 3600:,.0f} h", f"{best / 60:.0f} min", *lost]
 
@@ -78,10 +96,14 @@ def store(packing: str, nodes: int, lanes: int) -> list[str]:
     # of four shards, whose tables stay in the cache, and an arc of shards, of which it has parts of two others.
     edges = PAGE if lanes == 1 else 0
     share = min(1, max(1 / nodes, 1 / lanes))
-    blocks, tables, pages = [2 * BLOCK + edges], [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)], 0.0
+    blocks = [2 * BLOCK + edges]
+    tables = [tables_of(2 * SHARD, 4 * SHARD / DOCUMENT)]
+    pages = 0.0
     if packing == "examples":  # reads a page further, and the lengths of lines: 1.1 bytes each, page by page
         body = 1.1 * SHARD / LINE
-        blocks, tables, pages = [2 * BLOCK + PAGE], [*tables, tables_of(body, 8 * SHARD / DOCUMENT) + body], body / PAGE
+        blocks = [2 * BLOCK + PAGE]
+        tables = [*tables, tables_of(body, 8 * SHARD / DOCUMENT) + body]
+        pages = body / PAGE
     shards = SHARDS * share * (1 if lanes == 1 else 5 / 4)
     requests = BLOCKS * share * len(blocks) + shards * (len(tables) + pages)
     num_bytes = BLOCKS * share * sum(blocks) + shards * sum(tables)

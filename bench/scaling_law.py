@@ -33,7 +33,8 @@ from electra_fast.training.forecast import ScalingLaw, layer_weights
 
 LOWEST_AUC = 0.6
 """Below, on the plateau and at its end, no law of sizes and tokens holds. Runs on repeated text are beyond it."""
-SCALE, CORPUS_TOKENS = "mini", 86_443_783
+SCALE = "mini"
+CORPUS_TOKENS = 86_443_783
 OURS = ("modern", "2 layers of 64", "2 layers of 128", "4 layers of 128")
 MASK_PROB = {**dict.fromkeys(OURS, 0.25), "mlm": 0.35, "google-rotary": None}
 """The recipes whose tasks are drawn, as they are now."""
@@ -75,7 +76,9 @@ def lines(path: Path = BENCH / "data/recipes.jsonl") -> list[dict[str, Any]]:
 def points(path: Path = BENCH / "data/recipes.jsonl") -> list[Point]:
     found: dict[tuple[str, int, int, float], list[float]] = {}
     for line in lines(path):
-        keys, result, setting = line["run"]["keys"], line["result"], SETTINGS.get(line["name"])
+        keys = line["run"]["keys"]
+        result = line["result"]
+        setting = SETTINGS.get(line["name"])
         if setting is None or keys.get("data.mask_prob") != 0.25 or not result.get("tokens"):
             continue
         if "data.sequence_length" in keys:  # other rows than the default's
@@ -133,7 +136,8 @@ def report(known: Sequence[Point], draws: int) -> Iterator[str]:
         for field, value, lowest, highest in zip(fields(law), astuple(law), low, high, strict=True)
     ]
     yield markdown(["constant", "value", "90 % of the draws"], rows)
-    rows, missed = [], []
+    rows = []
+    missed = []
     for each in known:
         others = fit([other for other in known if other != each])
         expected, held_out = (law_.error(each.weights, each.tokens, each.text) for law_ in (law, others))
@@ -167,7 +171,9 @@ def tasks() -> dict[str, dict[float, list[float]]]:
     found: dict[str, dict[float, list[float]]] = {}
     a_minute = 60 * HOUR[0][0].tokens_per_second * flops_per_token(HOUR[0][0])
     for line in lines():
-        result, budget, trainer = line["result"], line["run"]["budget"], line["run"].get("trainer")
+        result = line["result"]
+        budget = line["run"]["budget"]
+        trainer = line["run"].get("trainer")
         name = "modern" if line["name"] == "electra-fast" else trainer or line["name"]
         is_current = line["run"]["keys"].get("data.mask_prob") == MASK_PROB.get(name)
         if (name in MASK_PROB or trainer) and is_current and "tasks" in result and result["tokens"]:
@@ -212,7 +218,8 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
     for place, (name, curve) in enumerate(tasks().items()):
         means = [statistics.mean(scores) for scores in curve.values()]
         margins = [[m - min(each), max(each) - m] for m, each in zip(means, curve.values(), strict=True)]
-        label, bars = LEGEND.get(name, name), [*zip(*margins, strict=True)]
+        label = LEGEND.get(name, name)
+        bars = [*zip(*margins, strict=True)]
         right.errorbar([x * 1.02**place for x in curve], means, bars, marker="o", label=label)
     right.set(
         title="mean of five tasks, range over seeds",
@@ -236,7 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=200, help="of the points, for the intervals")
     parser.add_argument("--picture", action="store_true", help="draw docs/images/scaling.png")
-    options, known = parser.parse_args(), points()
+    options = parser.parse_args()
+    known = points()
     for text in report(known, options.draws):
         print(text, end="\n\n")
     if options.picture:

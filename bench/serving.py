@@ -32,7 +32,9 @@ from electra_fast.finetuning.readers import glue
 from electra_fast.finetuning.task import TaskData
 
 WORKER = Path(__file__).parent / "lib/serving_worker.py"
-SHORT, LONG = (8, 16), (105, 165)  # words
+# Words per text.
+SHORT = (8, 16)
+LONG = (105, 165)
 BATCHES = {1: 96, 32: 4}  # how many different ones of each size
 LEAST = 2  # batches that are timed, however slow
 # Names in the table, of the worker, and of the export.
@@ -101,7 +103,8 @@ def folder_of(kind: str, folder: Path, cache: Path, python: str) -> Path:
     """The folder that a contender reads, exported unless that was done before."""
     if not kind:
         return folder
-    out, partial = cache / kind, cache / f"{kind}.partial"
+    out = cache / kind
+    partial = cache / f"{kind}.partial"
     if not out.exists():
         shutil.rmtree(partial, ignore_errors=True)
         command = [python, str(WORKER), "quantize", str(folder), str(partial)]
@@ -127,7 +130,8 @@ def start(contender: str, folder: Path, threads: int, python: str) -> Worker | s
         begin = time.perf_counter()
         process = subprocess.Popen(command, text=True, env=environment, stderr=errors, **pipes)
         assert process.stdout is not None
-        line, seconds = process.stdout.readline(), time.perf_counter() - begin
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - begin
         errors.seek(0)
         if not line:
             return (errors.read().strip().splitlines() or ["no answer"])[-1]
@@ -200,7 +204,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.7, help="of a contender in a round, per size and length")
     options = parse_arguments(parser, for_cpu=True)
     if options.quick:
-        options.preset, options.rounds, options.seconds = "tiny", 1, 0.0
+        options.preset = "tiny"
+        options.rounds = 1
+        options.seconds = 0.0
     made = make_inputs(options)
     options.data = options.data or made
     models = dict(each.split("=", 1) for each in options.models or [f"random={make_tasks(options, 'sst2')[1]}"])

@@ -36,13 +36,16 @@ from electra_fast.ops.operations import use_impl
 from electra_fast.optimizers.optimizer import Optimizer
 
 SHAPES = ("small:128", "small:1024", "small:128:google:0", "small:1024:google:0", "base:128", "base:128:google:0")
-BANDWIDTH, TFLOPS = 4.3e12, 790e12
+BANDWIDTH = 4.3e12
+TFLOPS = 790e12
 # A sort and its surroundings; gradients of x and of the weights.
 LAUNCHES = {"add_rows": 16, "narrow_feed_forward_backward": 2}
 # Read rows by index: their first operands count as what they give.
 GATHERS = ("gather_rows", "embedding_norm", "embedding_norm_backward", "index", "index_select")
 # Lists of tensors per launch by the number of lists, and blocks of 65,536 elements (torch's multi_tensor_apply).
-MOST_TENSORS, MOST_BLOCKS, BLOCK = (110, 64, 48, 36), 320, 1 << 16
+MOST_TENSORS = (110, 64, 48, 36)
+MOST_BLOCKS = 320
+BLOCK = 1 << 16
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "promote_types")
 
 
@@ -51,7 +54,9 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches, self.bytes, self.seconds = Counter[str](), Counter[str](), Counter[str]()
+        self.launches = Counter[str]()
+        self.bytes = Counter[str]()
+        self.seconds = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -83,7 +88,8 @@ class Operators(TorchDispatchMode):
         """Of products; those of our kernels by the tokens of their first matrix and the matrices of their weights."""
         name = func._schema.name
         if "attention" in name:
-            is_backward, is_flash = "backward" in name, func.namespace == "aten"
+            is_backward = "backward" in name
+            is_flash = func.namespace == "aten"
             x_TD = args[0].flatten(1)  # the gradient of the output, the queries, or the product of all three
             length = args[8 if is_backward else 5] if is_flash else next(x for x in args if is_ids(x)).shape[1]
             width = x_TD.shape[1] if is_backward or is_flash else x_TD.shape[1] // 3
@@ -111,7 +117,8 @@ def size(x: Tensor) -> int:
 
 def count_step(config: ef.Config, attention: str) -> tuple[Operators, Operators]:
     """The operators of both passes, and of the update."""
-    passes, update = Operators(), Operators()
+    passes = Operators()
+    update = Operators()
     in_fp32 = mock.patch.object(fused, "weight_gradient", lambda dy, x: torch.mm(dy.T, x, out_dtype=torch.float32))
 
     def adamw(*lists: Any, **_: Any) -> None:
@@ -126,7 +133,9 @@ def count_step(config: ef.Config, attention: str) -> tuple[Operators, Operators]
     ):
         step = StepMemory(config, ComputeConfig(attention, torch.bfloat16), torch.device("cpu"))
         with step._mode:
-            objective, model, tensors = objective_of(config), step._model.train(), step._batch(config.train.batch_size)
+            objective = objective_of(config)
+            model = step._model.train()
+            tensors = step._batch(config.train.batch_size)
             key = RngKey(torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64))
             optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=torch.bfloat16)
             with passes:

@@ -78,7 +78,8 @@ def losses(
     compute: ComputeConfig | None = None,
 ) -> list[float]:
     config = shape("tiny:64:google:0", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
-    step, found = new_step(config, device, execution, compute, num_processes=1), []
+    step = new_step(config, device, execution, compute, num_processes=1)
+    found = []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)
         found.append(float(step.stage.objective.metrics(step.read_totals())["loss"] or 0))
@@ -87,7 +88,8 @@ def losses(
 
 
 def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> Iterator[tuple[str, Check]]:
-    dtype, corpus = choose_compute(shape("small:8"), device).dtype, make_corpus(cache, 300)
+    dtype = choose_compute(shape("small:8"), device).dtype
+    corpus = make_corpus(cache, 300)
     if "samples" in parts:
         num_slots = 20_000 if quick else 200_000
         for width in (128, 768):

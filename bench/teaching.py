@@ -27,7 +27,9 @@ KEYS = ("teacher_weight", "teacher_temperature")
 # Pairs of these, in the order to run.
 STUDY = ((0.9, 2.0), (1.0, 2.0), (0.5, 2.0), (0.9, 1.0), (0.9, 4.0), (1.0, 1.0), (1.0, 4.0), (0.5, 1.0), (0.5, 4.0))
 # Labeled and unlabeled texts: of the table, and of the study, with so many others of SST-2 to judge by.
-SIZES, STUDY_SIZES, STUDY_DEV = (2_000, 6_000), (1_000, 3_000), 4_000
+SIZES = (2_000, 6_000)
+STUDY_SIZES = (1_000, 3_000)
+STUDY_DEV = 4_000
 STUDY_KEYS = {"finetune.select": "last", "finetune.evals_per_epoch": 0}
 
 
@@ -38,7 +40,8 @@ def write_data(task: str, glue: Path, folder: Path, sizes: tuple[int, int]) -> d
         files = {split: folder / f"{split}.jsonl" for split in ("train", "dev", "test", "unlabeled")}
         if not files["unlabeled"].exists():
             labeled, others = sizes
-            domains.NUM_DEV, domains.NUM_TRAIN = 3_000, 10**6
+            domains.NUM_DEV = 3_000
+            domains.NUM_TRAIN = 10**6
             _, train, dev = domains.packages()
             parts = (train[:labeled], dev[:1_000], dev[1_000:], train[labeled:][:others])
             for split, examples in zip(files, parts, strict=True):
@@ -65,7 +68,8 @@ def write_data(task: str, glue: Path, folder: Path, sizes: tuple[int, int]) -> d
 def teach(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Trains the teacher, unless it is there, and the student; returns the scores."""
     arguments = write_data(row["data"], options.glue, options.out / "data" / row["data"], SIZES)
-    unlabeled, name = arguments.pop("unlabeled"), arguments["task"]
+    unlabeled = arguments.pop("unlabeled")
+    name = arguments["task"]
     teacher = options.out / "teachers" / row["data"]
     ef.finetune(options.teacher, out=teacher, **arguments)
     out = options.out / "students" / "-".join(str(row[key]) for key in ("data", *KEYS, "seeds"))

@@ -34,13 +34,15 @@ def precision_and_recall(threshold, words):
     return sum(marked) / max(1, len(marked)), sum(marked) / max(1, sum(word["wrong"] for word in words))
 
 
-words, right = read(scanned)[1], read(corrected)[1]
+words = read(scanned)[1]
+right = read(corrected)[1]
 texts = [[word["text"] for word in each] for each in (words, right)]
 for block in difflib.SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks():
     for word in words[block.a : block.a + block.size]:
         word["wrong"] = False
 words = [{"wrong": True} | word for word in words]  # unless the right text has it
-first, second = words[: len(words) // 2], words[len(words) // 2 :]
+first = words[: len(words) // 2]
+second = words[len(words) // 2 :]
 
 thresholds = sorted({word["probability"] for word in first})
 threshold = next((each for each in thresholds if precision_and_recall(each, first)[0] >= float(precision)), None)

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import electra_fast as ef
 
-texts, labeled, out, preset, steps = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+texts = sys.argv[1]
+labeled = sys.argv[2]
+out = Path(sys.argv[3])
+preset = sys.argv[4]
+steps = int(sys.argv[5])
 
 # The vocabulary.
 # * Size: a language with many word forms, such as Hungarian, Finnish or Turkish, profits from more pieces than English,

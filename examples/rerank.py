@@ -16,11 +16,13 @@ from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from sklearn.feature_extraction.text import TfidfVectorizer
 
-NUM_CANDIDATES, NUM_WRONG = 20, 4  # passages to re-rank; wrong passages per right one in training
+NUM_CANDIDATES = 20  # passages to re-rank
+NUM_WRONG = 4  # wrong passages per right one in training
 
 encoder, file, tuned, query = sys.argv[1:]
 pairs = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()]
-held_out, trained = pairs[::10], [pair for i, pair in enumerate(pairs) if i % 10]
+held_out = pairs[::10]
+trained = [pair for i, pair in enumerate(pairs) if i % 10]
 passages = list(dict.fromkeys(passage for _, passage in pairs))
 keywords = TfidfVectorizer(sublinear_tf=True)
 index = keywords.fit_transform(passages)

@@ -47,7 +47,8 @@ def tune(model, pairs):
 
 encoder, folder, tuned, query = sys.argv[1:]
 pages = [list(pairs_of(page)) for page in sorted(Path(folder).rglob("*")) if page.suffix in (".md", ".txt")]
-model, held_out = SentenceTransformer(tuned if Path(tuned).exists() else encoder), sum(pages[::10], [])
+model = SentenceTransformer(tuned if Path(tuned).exists() else encoder)
+held_out = sum(pages[::10], [])
 if not Path(tuned).exists():
     model.max_seq_length = 128  # as in pre-training
     print(f"queries that find their passage in the first ten of {len(held_out):,}: {accuracy(model, held_out):.1%}")

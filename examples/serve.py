@@ -15,8 +15,13 @@ from starlette.responses import JSONResponse
 import electra_fast as ef
 
 folder, host, port, most_waiting = (*sys.argv[1:], 1000)[:4]
-BYTES, CHARACTERS, EXAMPLES, BATCH = 1_000_000, 20_000, 100, 256  # most per body, example, request, computation
-model, queue, stop = ef.load(folder), asyncio.Queue(), asyncio.Event()
+BYTES = 1_000_000
+CHARACTERS = 20_000
+EXAMPLES = 100
+BATCH = 256  # most per body, example, request, computation
+model = ef.load(folder)
+queue = asyncio.Queue()
+stop = asyncio.Event()
 
 
 async def predict(request):
@@ -34,10 +39,12 @@ async def predict(request):
 
 
 async def main():
-    serving, alone = asyncio.create_task(server.serve()), []
+    serving = asyncio.create_task(server.serve())
+    alone = []
     server.handle_exit = lambda *signal: stop.set() or queue.put_nowait(([], asyncio.Future()))
     while alone or not queue.empty() or not stop.is_set():
-        batch, alone = alone[:1] or [await queue.get()], alone[1:]
+        batch = alone[:1] or [await queue.get()]
+        alone = alone[1:]
         while not alone and not queue.empty() and sum(len(examples) for examples, _ in batch) <= BATCH - EXAMPLES:
             batch.append(queue.get_nowait())
         try:

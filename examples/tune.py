@@ -18,7 +18,10 @@ import optuna
 
 import electra_fast as ef
 
-model, train, out, num_trials = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+model = sys.argv[1]
+train = sys.argv[2]
+out = Path(sys.argv[3])
+num_trials = int(sys.argv[4])
 
 
 def score(trial):

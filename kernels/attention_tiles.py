@@ -111,8 +111,10 @@ def kept_sign(
     if LENGTH % 4 == 0:
         quad = head * (LENGTH // 4) + first_key // 4 + tl.arange(0, NUM_KEYS // 4)
         w0, w1, w2, w3 = philox_words(key_ptr, call_index, token, quad)
-        s0, s1 = _word_sign(w0, THRESHOLD, dtype), _word_sign(w1, THRESHOLD, dtype)
-        s2, s3 = _word_sign(w2, THRESHOLD, dtype), _word_sign(w3, THRESHOLD, dtype)
+        s0 = _word_sign(w0, THRESHOLD, dtype)
+        s1 = _word_sign(w1, THRESHOLD, dtype)
+        s2 = _word_sign(w2, THRESHOLD, dtype)
+        s3 = _word_sign(w3, THRESHOLD, dtype)
         sign = tl.interleave(tl.interleave(s0, s2), tl.interleave(s1, s3))
     else:  # a head may begin within a quad: one call per element
         column = head * LENGTH + first_key + tl.arange(0, NUM_KEYS)

@@ -93,7 +93,8 @@ def _geglu_backward_kernel(
         token = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         row = token.to(tl.int64)[:, None] * WIDTH
         mask = (token < num_tokens)[:, None] & (column < WIDTH)[None, :]
-        a_offset, b_offset = 2 * row + column[None, :], 2 * row + WIDTH + column[None, :]
+        a_offset = 2 * row + column[None, :]
+        b_offset = 2 * row + WIDTH + column[None, :]
         a = tl.load(h_ptr + a_offset, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(h_ptr + b_offset, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -128,8 +129,10 @@ def bias_gelu(h_TF: Tensor, bias_F: Tensor | None) -> Tensor:
 def bias_gelu_backward(dy_TF: Tensor, h_TF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradient of h ([T, F], h's dtype) and partial sums of the bias' (fp32 [P, F], or [P, 0] without a bias)."""
     num_tokens, width = h_TF.shape
-    dy_TF, h_TF = dy_TF.contiguous(), h_TF.contiguous()
-    dh_TF, tile = torch.empty_like(h_TF), blocks(width)
+    dy_TF = dy_TF.contiguous()
+    h_TF = h_TF.contiguous()
+    dh_TF = torch.empty_like(h_TF)
+    tile = blocks(width)
     grid = _grid(h_TF, tile)
     partial_PF = h_TF.new_empty((grid[1], 0 if bias_F is None else width), dtype=torch.float32)
     _bias_gelu_backward_kernel[grid](dy_TF, h_TF, bias_F, dh_TF, partial_PF, num_tokens, **tile, num_warps=4)
@@ -139,7 +142,8 @@ def bias_gelu_backward(dy_TF: Tensor, h_TF: Tensor, bias_F: Tensor | None) -> tu
 @torch.library.custom_op("electra_fast::geglu", mutates_args=())
 def geglu(h_TF: Tensor) -> Tensor:
     """gelu(a) * b, where h = [a, b]; [T, 2F] → [T, F] in h's dtype."""
-    num_tokens, width = h_TF.shape[0], h_TF.shape[1] // 2
+    num_tokens = h_TF.shape[0]
+    width = h_TF.shape[1] // 2
     h_TF, y_TF, tile = h_TF.contiguous(), h_TF.new_empty((num_tokens, width)), blocks(width)
     _geglu_forward_kernel[_grid(h_TF, tile)](h_TF, y_TF, num_tokens, **tile, num_warps=4)
     return y_TF
@@ -149,8 +153,10 @@ def geglu(h_TF: Tensor) -> Tensor:
 def geglu_backward(dy_TF: Tensor, h_TF: Tensor) -> Tensor:
     """Gradient of h; [T, F], [T, 2F] → [T, 2F]."""
     num_tokens, width = dy_TF.shape
-    dy_TF, h_TF = dy_TF.contiguous(), h_TF.contiguous()
-    dh_TF, tile = torch.empty_like(h_TF), blocks(width)
+    dy_TF = dy_TF.contiguous()
+    h_TF = h_TF.contiguous()
+    dh_TF = torch.empty_like(h_TF)
+    tile = blocks(width)
     _geglu_backward_kernel[_grid(h_TF, tile)](dy_TF, h_TF, dh_TF, num_tokens, **tile, num_warps=4)
     return dh_TF
 

@@ -26,7 +26,8 @@ from electra_fast.kernels.launch import FUSION
 FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
 BACKWARD = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 2}
 # Above all ids, and below all scores.
-LAST_ID, LOWEST = tl.constexpr(2**31 - 1), tl.constexpr(-1e30)
+LAST_ID = tl.constexpr(2**31 - 1)
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -74,9 +75,11 @@ def _blocked_attention_forward_kernel(
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
-    query, column = start + tl.arange(0, OWN), tl.arange(0, BLOCK_H)
+    query = start + tl.arange(0, OWN)
+    column = tl.arange(0, BLOCK_H)
     q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    row_max, row_sum = tl.full((OWN,), LOWEST, tl.float32), tl.zeros((OWN,), tl.float32)
+    row_max = tl.full((OWN,), LOWEST, tl.float32)
+    row_sum = tl.zeros((OWN,), tl.float32)
     out = tl.zeros((OWN, BLOCK_H), tl.float32)
     begin, end = _range(ids_ptr + first, start, LENGTH, BLOCK_L, OWN, WINDOW)
     for first_key in range(begin, end, OTHER):
@@ -86,8 +89,10 @@ def _blocked_attention_forward_kernel(
         s = scores(q, k, ids_ptr, first, query, key, LENGTH, WIDTH, WINDOW)
         # Finite also where a query attends to nothing in these blocks.
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
-        p, shrink = tl.exp2(s - new_max[:, None]), tl.exp2(row_max - new_max)
-        row_max, row_sum = new_max, row_sum * shrink + tl.sum(p, axis=1)
+        p = tl.exp2(s - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_max = new_max
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
         if THRESHOLD > 0:
             sign = kept_sign(key_ptr, call_index, first + query, head, first_key, LENGTH, OTHER, THRESHOLD, v.dtype)
             p = tl.maximum(p * sign.to(tl.float32), 0.0)
@@ -180,7 +185,8 @@ def _blocked_attention_key_gradient_kernel(
     key = start + tl.arange(0, OWN)
     k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, key, LENGTH, STRIDE, WIDTH, BLOCK_H)
     v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, key, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    dk, dv = tl.zeros((OWN, BLOCK_H), tl.float32), tl.zeros((OWN, BLOCK_H), tl.float32)
+    dk = tl.zeros((OWN, BLOCK_H), tl.float32)
+    dv = tl.zeros((OWN, BLOCK_H), tl.float32)
     begin, end = _range(ids_ptr + first, start, LENGTH, BLOCK_L, OWN, WINDOW)
     for first_query in range(begin, end, OTHER):
         query = first_query + tl.arange(0, OTHER)
@@ -230,7 +236,8 @@ def num_blocks(constants: dict[str, Any]) -> int:
 
 def forward(arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launches the pass forward."""
-    options, num_rows = _options(FORWARD, constants), arguments[-2]
+    options = _options(FORWARD, constants)
+    num_rows = arguments[-2]
     grid = (num_rows * options["NUM_HEADS"] * triton.cdiv(options["LENGTH"], options["OWN"]),)
     _blocked_attention_forward_kernel[grid](*arguments, **options)
 
@@ -239,7 +246,9 @@ def backward(
     dout_TD: Tensor, out_TD: Tensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
     """Launches both passes backward, the queries' first: the keys' reads the sums that it writes."""
-    options, lse_NT, num_rows = _options(BACKWARD, constants), inputs[5], outputs[-2]
+    options = _options(BACKWARD, constants)
+    lse_NT = inputs[5]
+    num_rows = outputs[-2]
     delta_NT = torch.empty_like(lse_NT)
     grid = (num_rows * options["NUM_HEADS"] * num_blocks(constants),)
     _blocked_attention_query_gradient_kernel[grid](dout_TD, out_TD, *inputs, delta_NT, *outputs, **options)

@@ -25,11 +25,13 @@ from electra_fast.kernels.launch import resident_programs
 NUM_WARPS = 4
 # Elements per program and iteration: 32 and 16 per thread, in 16-byte loads. The backward pass keeps
 # two running sums per element.
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048
+FORWARD_TILE = 4096
+BACKWARD_TILE = 2048
 MAX_COLUMNS = 256  # one warp per row: 16 bytes of bf16 per lane
 BACKWARD_PROGRAMS_PER_SM = 5
 MIN_TILES = 4  # per program; with fewer, writing partial sums would dominate
-SUM_ROWS, SUM_WARPS = 256, 8
+SUM_ROWS = 256
+SUM_WARPS = 8
 LOSS_TOKENS = 1024
 LOSS_COLUMNS = 8  # of the partial sums: the loss, `ops.DISCRIMINATOR_TOTALS`, two unused
 NUM_TOTALS = 5
@@ -225,8 +227,10 @@ def classifier_logits(
 
     h [T, D], fp32 [D], [1, D] and [1] → fp32 [T]; mean and 1 / standard deviation, fp32 [T], empty without a norm.
     """
-    (num_tokens, width), columns = h_TD.shape, block_columns(h_TD.shape[1])
-    logits_T, rows = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device), FORWARD_TILE // columns
+    num_tokens, width = h_TD.shape
+    columns = block_columns(h_TD.shape[1])
+    logits_T = torch.empty(num_tokens, dtype=torch.float32, device=h_TD.device)
+    rows = FORWARD_TILE // columns
     mean_T, rstd_T = (logits_T.new_empty(0 if eps is None else num_tokens) for _ in range(2))
     statistics = (None, None) if eps is None else (mean_T, rstd_T)
     _gelu_logit_forward_kernel[(triton.cdiv(num_tokens, rows),)](
@@ -254,7 +258,8 @@ def classifier_logits_backward(
     """dh [T, D] in h's dtype, and fp32: the gradients of weight, bias if any, and classifier bias, concatenated."""
     num_tokens, width = h_TD.shape
     columns = block_columns(width)
-    rows, column_blocks = BACKWARD_TILE // columns, triton.cdiv(width, columns)
+    rows = BACKWARD_TILE // columns
+    column_blocks = triton.cdiv(width, columns)
     max_programs = resident_programs(h_TD.device, BACKWARD_PROGRAMS_PER_SM)
     rows_per_program = rows * max(MIN_TILES, triton.cdiv(num_tokens * column_blocks, rows * max_programs))
     num_programs = triton.cdiv(num_tokens, rows_per_program)
@@ -286,7 +291,8 @@ def _save_logits(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _logit_gradients(ctx: Any, dlogits_T: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     dh_TD, sums = classifier_logits_backward(dlogits_T, *ctx.saved_tensors, ctx.has_norm, ctx.has_gelu)
-    width, (_, bias_D, _, classifier_bias_1) = dh_TD.shape[1], ctx.saved_tensors[:4]
+    width = dh_TD.shape[1]
+    _, bias_D, _, classifier_bias_1 = ctx.saved_tensors[:4]
     dbias_D = None if bias_D is None else sums[width : 2 * width]
     return dh_TD, dbias_D, sums[:width].view(1, width), None if classifier_bias_1 is None else sums[-1:], None, None
 
@@ -313,7 +319,8 @@ def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tens
 @torch.library.custom_op("electra_fast::discriminator_loss", mutates_args=())
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
     """Float [T] and two bool [T] → summed loss (fp32 scalar) and `ops.DISCRIMINATOR_TOTALS` (int64 [5])."""
-    num_tokens, device = logits_T.shape[0], logits_T.device
+    num_tokens = logits_T.shape[0]
+    device = logits_T.device
     num_programs = triton.cdiv(num_tokens, LOSS_TOKENS)
     partials = torch.empty(num_programs, LOSS_COLUMNS, dtype=torch.float64, device=device)
     loss = torch.empty((), dtype=torch.float32, device=device)

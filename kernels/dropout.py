@@ -77,7 +77,8 @@ def dropout(x_TD: Tensor, probability: float, key: Tensor, call_index: int) -> T
     `key` is int64 [3], `ops.Dropout.key`.
     """
     num_tokens, width = x_TD.shape
-    x_TD, tile = x_TD.contiguous(), blocks(width)
+    x_TD = x_TD.contiguous()
+    tile = blocks(width)
     y_TD = torch.empty_like(x_TD)
     _dropout_kernel[(triton.cdiv(num_tokens, tile["BLOCK_T"]),)](
         x_TD, y_TD, key, call_index, num_tokens, **tile, THRESHOLD=threshold(probability), num_warps=4

@@ -26,7 +26,8 @@ from electra_fast.kernels.launch import resident_programs
 from electra_fast.kernels.residual_norm import blocks, num_warps
 
 # Resident programs of four warps: 64 registers per thread forward, 96 to 128 backward.
-FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 4
+FORWARD_PROGRAMS_PER_SM = 8
+BACKWARD_PROGRAMS_PER_SM = 4
 ONE_HOT_BLOCKS = {"BLOCK_L": 128, "BLOCK_E": 64, "BLOCK_T": 32}
 ONE_HOT_WARPS = 4
 
@@ -142,10 +143,14 @@ def embedding_norm(
     probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dropout(LayerNorm(token + position + type)) [T, E] in `dtype`; mean and 1 / standard deviation, fp32 [T]."""
-    num_tokens, tile = ids_T.shape[0], blocks(token_VE.shape[1])
-    ids_T, positions_T, types_T = ids_T.contiguous(), positions_T.contiguous(), types_T.contiguous()
+    num_tokens = ids_T.shape[0]
+    tile = blocks(token_VE.shape[1])
+    ids_T = ids_T.contiguous()
+    positions_T = positions_T.contiguous()
+    types_T = types_T.contiguous()
     y_TE = token_VE.new_empty((num_tokens, token_VE.shape[1]), dtype=dtype)
-    mean_T, rstd_T = token_VE.new_empty(num_tokens), token_VE.new_empty(num_tokens)
+    mean_T = token_VE.new_empty(num_tokens)
+    rstd_T = token_VE.new_empty(num_tokens)
     max_programs = resident_programs(ids_T.device, FORWARD_PROGRAMS_PER_SM)
     _embedding_norm_forward_kernel[(min(triton.cdiv(num_tokens, tile["BLOCK_T"]), max_programs),)](
         ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, bias_E, key, y_TE, mean_T, rstd_T,
@@ -161,12 +166,17 @@ def embedding_norm_backward(
     probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fp32 gradients: of each token's embedding sum [T, E], and [4, E] of weight, bias and the two types."""
-    (num_tokens, width), dy_TE, tile = dy_TE.shape, dy_TE.contiguous(), blocks(token_VE.shape[1])
-    ids_T, positions_T, types_T = ids_T.contiguous(), positions_T.contiguous(), types_T.contiguous()
+    num_tokens, width = dy_TE.shape
+    dy_TE = dy_TE.contiguous()
+    tile = blocks(token_VE.shape[1])
+    ids_T = ids_T.contiguous()
+    positions_T = positions_T.contiguous()
+    types_T = types_T.contiguous()
     num_programs = min(
         triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(ids_T.device, BACKWARD_PROGRAMS_PER_SM)
     )
-    dz_TE, partial_P4E = token_VE.new_empty((num_tokens, width)), token_VE.new_empty((num_programs, 4, width))
+    dz_TE = token_VE.new_empty((num_tokens, width))
+    partial_P4E = token_VE.new_empty((num_programs, 4, width))
     _embedding_norm_backward_kernel[(num_programs,)](
         dy_TE, ids_T, positions_T, types_T, token_VE, position_LE, type_2E, weight_E, mean_T, rstd_T, key,
         dz_TE, partial_P4E, num_tokens, call_index,
@@ -181,8 +191,10 @@ def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exac
 
     Multiplies in fp32 if `exact` or on AMD's GPUs, some of which have no TF32, and else in TF32.
     """
-    (num_tokens, width), block = dz_TE.shape, ONE_HOT_BLOCKS
-    dz_TE, positions_T = dz_TE.contiguous(), positions_T.contiguous()
+    num_tokens, width = dz_TE.shape
+    block = ONE_HOT_BLOCKS
+    dz_TE = dz_TE.contiguous()
+    positions_T = positions_T.contiguous()
     grid = triton.cdiv(num_positions, block["BLOCK_L"]), triton.cdiv(width, block["BLOCK_E"])
     # Two programs per multiprocessor, each with enough tokens to be worth its partial sums.
     num_chunks = max(1, min(resident_programs(dz_TE.device, 2) // (grid[0] * grid[1]), num_tokens // 256))
@@ -226,7 +238,8 @@ def _gradients(ctx, dy_TE, dmean_T, drstd_T):
     dtoken_VE = add_rows(dz_TE, ids_T, token_VE.shape[0])
     # TF32's mantissa has at least as many bits as the 16-bit activations whose gradient this is.
     dposition_LE = sum_by_position(dz_TE, positions_T, position_LE.shape[0], ctx.dtype == torch.float32)
-    dweight_E, dbias_E = sums_4E[0], sums_4E[1]
+    dweight_E = sums_4E[0]
+    dbias_E = sums_4E[1]
     return None, None, None, dtoken_VE, dposition_LE, sums_4E[2:], dweight_E, dbias_E, None, None, None, None, None
 
 

@@ -58,7 +58,8 @@ def _narrow_width(x_ME: Tensor) -> int | None:
 
 def _empty_padded(x_ME: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialized weight (in x's dtype) and bias, padded as the path reads them."""
-    (vocab_size, width), narrow_width = table_VE.shape, _narrow_width(x_ME)
+    vocab_size, width = table_VE.shape
+    narrow_width = _narrow_width(x_ME)
     num_entries = (vocab_size + TILE - 1) // TILE * TILE
     bias_dtype = torch.float32 if narrow_width else x_ME.dtype
     return x_ME.new_empty((num_entries, narrow_width or width)), x_ME.new_empty(num_entries, dtype=bias_dtype)
@@ -112,7 +113,9 @@ def _generator_head_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, the table and the bias, given nll's gradient."""
     kernels = narrow if _narrow_width(x_ME) else chunked
-    grad_M, x_ME, target_M = grad_M.contiguous(), x_ME.contiguous(), target_M.contiguous()
+    grad_M = grad_M.contiguous()
+    x_ME = x_ME.contiguous()
+    target_M = target_M.contiguous()
     gradients: tuple[Tensor, Tensor, Tensor] = kernels.backward(
         grad_M, x_ME, weight, bias, target_M, lse_M, saved, vocab_size
     )
@@ -131,7 +134,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.save_for_backward(x_ME, target_M, lse_M, saved, weight, bias)
     ctx.mark_non_differentiable(sample_M, correct_M, lse_M, saved, weight, bias)
     ctx.set_materialize_grads(False)
-    ctx.vocab_size, ctx.with_gradient = table_VE.shape[0], inputs[-1]
+    ctx.vocab_size = table_VE.shape[0]
+    ctx.with_gradient = inputs[-1]
 
 
 def _backward(ctx: Any, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

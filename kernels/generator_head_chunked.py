@@ -23,9 +23,12 @@ TILE = 128
 TILES_PER_STEP = 16
 # Bytes of one chunk's logits, and of all logits saved for the backward pass: so many, or a part of the card's memory.
 CHUNK_LOGITS_BYTES = 256 << 20
-SAVED_LOGITS_BYTES, SAVED_LOGITS_PART = 512 << 20, 64
+SAVED_LOGITS_BYTES = 512 << 20
+SAVED_LOGITS_PART = 64
 # Blocks of the logits' gradient: rows per program, rows per iteration, columns.
-GRADIENT_ROWS, GRADIENT_STEP, GRADIENT_COLUMNS = 64, 8, 512
+GRADIENT_ROWS = 64
+GRADIENT_STEP = 8
+GRADIENT_COLUMNS = 512
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -41,11 +44,17 @@ def _read_kernel(
     logits_ptr += row * num_tiles * TILE
     target = tl.load(target_ptr + row)
     column = tl.arange(0, TILE)
-    row_max, row_sum, argmax_tile = -float("inf"), 0.0, 0
-    score, sample_tile, adjusted_max = -float("inf"), 0, -float("inf")
+    row_max = -float("inf")
+    row_sum = 0.0
+    argmax_tile = 0
+    score = -float("inf")
+    sample_tile = 0
+    adjusted_max = -float("inf")
     if SAMPLE:
         # From device memory, so that every replay of a captured graph reads the current values.
-        seed, step, slot = tl.load(seed_and_step_ptr), tl.load(seed_and_step_ptr + 1), tl.load(slot_ptr + row)
+        seed = tl.load(seed_and_step_ptr)
+        step = tl.load(seed_and_step_ptr + 1)
+        slot = tl.load(slot_ptr + row)
     for first in range(0, num_tiles, TILES):
         tile = first + tl.arange(0, TILES)
         offset = tile[:, None] * TILE + column[None, :]
@@ -54,7 +63,8 @@ def _read_kernel(
         tile_max = tl.max(z, axis=1) * LOG2E
         step_max = tl.max(tile_max, axis=0)
         argmax_tile = tl.where(step_max > row_max, first + tl.argmax(tile_max, axis=0), argmax_tile)
-        old_max, row_max = row_max, tl.maximum(row_max, step_max)
+        old_max = row_max
+        row_max = tl.maximum(row_max, step_max)
         tile_sum = tl.sum(tl.exp2(z * LOG2E - row_max), axis=1)
         row_sum = row_sum * tl.exp2(old_max - row_max) + tl.sum(tile_sum, axis=0)
         if SAMPLE:
@@ -143,7 +153,9 @@ def forward(
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(nll, sample, correct, logsumexp, saved logits); the weight is padded in V, the bias in x's dtype."""
-    num_rows, num_columns, itemsize = x_ME.shape[0], weight_PE.shape[0], x_ME.element_size()
+    num_rows = x_ME.shape[0]
+    num_columns = weight_PE.shape[0]
+    itemsize = x_ME.element_size()
     chunks = _chunks(num_rows, num_columns, itemsize)
     num_saved = num_saved_rows(num_rows, num_columns, itemsize, memory_bytes(x_ME.device)) if with_gradient else 0
     saved = x_ME.new_empty((num_saved, num_columns))
@@ -170,10 +182,13 @@ def backward(
     saved: Tensor, vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x [M, E], the table (fp32 [V, E]) and the bias (fp32 [V]); `saved` is not overwritten."""
-    num_rows, num_columns = x_ME.shape[0], weight_PE.shape[0]
+    num_rows = x_ME.shape[0]
+    num_columns = weight_PE.shape[0]
     chunks = _chunks(num_rows, num_columns, x_ME.element_size())
     buffer = x_ME.new_empty((chunks[0].stop, num_columns))
-    x_grad_ME, table_grad, bias_grad = torch.empty_like(x_ME), None, None
+    x_grad_ME = torch.empty_like(x_ME)
+    table_grad = None
+    bias_grad = None
     for rows in chunks:
         size = rows.stop - rows.start
         logits_grad = buffer[:size]

@@ -42,7 +42,8 @@ def _gumbel_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
     # From device memory, so that every replay of a captured graph reads the current values.
-    seed, step = tl.load(seed_and_step_ptr), tl.load(seed_and_step_ptr + 1)
+    seed = tl.load(seed_and_step_ptr)
+    step = tl.load(seed_and_step_ptr + 1)
     slot = tl.load(slot_ptr + row, mask=is_row, other=0)
     if quad == 0:
         word, _, _, _ = philox4(seed, step, slot, 0, 1)
@@ -69,16 +70,19 @@ def _lse_sample_kernel(
     split = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
-    e, column = tl.arange(0, BLOCK_E), tl.arange(0, TILE)
+    e = tl.arange(0, BLOCK_E)
+    column = tl.arange(0, TILE)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * WIDTH + e[None, :],
                 mask=is_row[:, None] & (e < WIDTH)[None, :], other=0.0)  # fmt: skip
     weight_offset = column[:, None] * BLOCK_E + e[None, :]
-    row_max, row_sum = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     argmax_tile = tl.zeros([BLOCK_M], tl.int32)
     if WITH_MEAN:
         mean = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if SAMPLE:
-        score, sample_tile = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.int32)
+        score = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        sample_tile = tl.zeros([BLOCK_M], tl.int32)
     if HAS_LOGIT_ADJUSTMENT:
         target = tl.load(target_ptr + row, mask=is_row, other=0).to(tl.int32)
         adjusted_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -90,7 +94,8 @@ def _lse_sample_kernel(
         z = tl.dot(x, tl.trans(weight), input_precision="ieee") + bias[None, :]
         tile_max = tl.max(z, axis=1) * LOG2E
         argmax_tile = tl.where(tile_max > row_max, tile, argmax_tile)
-        old_max, row_max = row_max, tl.maximum(row_max, tile_max)
+        old_max = row_max
+        row_max = tl.maximum(row_max, tile_max)
         p = tl.exp2(z * LOG2E - row_max[:, None])
         tile_sum = tl.sum(p, axis=1)
         rescale = tl.exp2(old_max - row_max)
@@ -147,9 +152,12 @@ def _combine_kernel(
 ):  # fmt: skip
     """One row: combines its splits in a fixed order and recomputes the logits of the two tiles that matter."""
     row = tl.program_id(0).to(tl.int64)
-    split, e, column = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_E), tl.arange(0, TILE)
+    split = tl.arange(0, BLOCK_S)
+    e = tl.arange(0, BLOCK_E)
+    column = tl.arange(0, TILE)
     is_split = split < num_splits
-    offset, size = split * num_rows + row, num_splits * num_rows
+    offset = split * num_rows + row
+    size = num_splits * num_rows
     max_S = tl.load(statistics_ptr + offset, mask=is_split, other=-float("inf"))
     sum_S = tl.load(statistics_ptr + size + offset, mask=is_split, other=0.0)
     row_max = tl.max(max_S, axis=0)
@@ -279,8 +287,10 @@ def forward(
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(nll, sample, correct, logsumexp, dnll/dx [M, E]); the weight is padded in V and E, the bias is fp32."""
-    (num_rows, width), block_e = x_ME.shape, weight_PE.shape[1]
-    blocks, num_tiles = lse_sample_blocks(num_rows, block_e), weight_PE.shape[0] // TILE
+    num_rows, width = x_ME.shape
+    block_e = weight_PE.shape[1]
+    blocks = lse_sample_blocks(num_rows, block_e)
+    num_tiles = weight_PE.shape[0] // TILE
     num_row_blocks = triton.cdiv(num_rows, blocks.rows)
     num_splits, tiles_per_split = choose_splits(num_row_blocks, num_tiles, num_sms(x_ME.device))
 
@@ -292,7 +302,8 @@ def forward(
     statistics = fp32(3, num_splits, num_rows)
     mean = fp32(num_splits, num_rows, block_e) if with_gradient else fp32(0)
     tiles = torch.empty((2, num_splits, num_rows), dtype=torch.int32, device=x_ME.device)
-    nll_M, lse_M = fp32(num_rows), fp32(num_rows)
+    nll_M = fp32(num_rows)
+    lse_M = fp32(num_rows)
     sample_M = torch.empty(num_rows if sampling else 0, dtype=torch.int64, device=x_ME.device)
     correct_M = torch.empty(num_rows, dtype=torch.bool, device=x_ME.device)
     dnll_dx_ME = fp32(num_rows, width) if with_gradient else fp32(0)
@@ -323,7 +334,8 @@ def backward(
     dnll_dx_ME: Tensor, vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x [M, E], the table (fp32 [V, E]) and the bias (fp32 [V]), given nll's gradient."""
-    (num_rows, width), block_e = x_ME.shape, weight_PE.shape[1]
+    num_rows, width = x_ME.shape
+    block_e = weight_PE.shape[1]
     blocks = gradient_blocks(block_e)
     num_padded = triton.cdiv(num_rows, blocks.rows) * blocks.rows
     rows = torch.empty((2, num_padded), dtype=torch.float32, device=x_ME.device)

@@ -46,7 +46,8 @@ SHARED_BYTES = {64: (32768, 40960), 128: (49152, 57344), 256: (81920, 69632)}
 def _tile(num_rows, num_columns, ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr,
           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Offsets from a block's first element, and a mask of the elements that exist."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     return row[:, None] * ROW_STRIDE + column[None, :] * COLUMN_STRIDE, mask
 
@@ -89,8 +90,10 @@ def _matmul_gelu_forward_kernel(
     if bias_ptr is not None:
         bias = _load(bias_ptr + column, 1, num_columns, 0, 1, 1, BLOCK_F)
     for token in tl.range(tl.program_id(1) * BLOCK_T, num_tokens, tl.num_programs(1) * BLOCK_T, num_stages=STAGES):
-        num_rows, row = num_tokens - token, tl.cast(token, tl.int64)
-        x_row, h_start = x_ptr + row * D, h_ptr + row * H_STRIDE + column
+        num_rows = num_tokens - token
+        row = tl.cast(token, tl.int64)
+        x_row = x_ptr + row * D
+        h_start = h_ptr + row * H_STRIDE + column
         x = _load(x_row, num_rows, D, D, 1, BLOCK_T, BLOCK_D)
         h = _product(x, weight, x_row, weight_ptr, num_rows, num_columns, D, 1, D,
                      BLOCK_T, BLOCK_D, BLOCK_F, STAGES)  # fmt: skip
@@ -122,8 +125,10 @@ def _matmul_gelu_backward_kernel(
     if partial_ptr is not None:
         dbias = tl.zeros((BLOCK_T, BLOCK_F), tl.float32)
     for token in tl.range(tl.program_id(1) * BLOCK_T, num_tokens, tl.num_programs(1) * BLOCK_T, num_stages=STAGES):
-        num_rows, row = num_tokens - token, tl.cast(token, tl.int64)
-        dz_row, start = dz_ptr + row * D, row * H_STRIDE + column
+        num_rows = num_tokens - token
+        row = tl.cast(token, tl.int64)
+        dz_row = dz_ptr + row * D
+        start = row * H_STRIDE + column
         offset, mask = _tile(num_rows, num_columns, H_STRIDE, 1, BLOCK_T, BLOCK_F)
         h = tl.load(h_ptr + start + offset, mask=mask, other=0.0)
         if GATED:
@@ -163,7 +168,8 @@ def tiling(
 
     GeGLU has two weights or two gradients per block.
     """
-    width, device = x_TD.shape[1], x_TD.device
+    width = x_TD.shape[1]
+    device = x_TD.device
     if x_TD.element_size() > 2:  # no tensor cores: operands are in registers
         return {"BLOCK_T": 64, "BLOCK_D": 32, "BLOCK_F": 32, "STAGES": 2, "num_warps": 4}, 2
     columns = min(MAX_WIDTH, max(16, triton.next_power_of_2(width)))
@@ -196,7 +202,8 @@ def matmul_gelu(
     x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, pipelined: bool = False
 ) -> tuple[Tensor, Tensor]:
     """h = x @ weight.T + bias and gelu(h); [T, D], [F, D] in x's dtype, fp32 [F] → two [T, F] in x's dtype."""
-    num_tokens, width = x_TD.shape[0], weight_FD.shape[0]
+    num_tokens = x_TD.shape[0]
+    width = weight_FD.shape[0]
     h_TF, y_TF = (x_TD.new_empty((num_tokens, width)) for _ in range(2))
     grid, constants = _launch(x_TD, width, False, pipelined, is_forward=True)
     _matmul_gelu_forward_kernel[grid](
@@ -213,7 +220,8 @@ def matmul_gelu_backward(
     num_tokens, width = h_TF.shape
     h_TF = h_TF.contiguous()
     grid, constants = _launch(dz_TD, width, False, pipelined)
-    dh_TF, partial_PF = torch.empty_like(h_TF), h_TF.new_empty((grid[1], width), dtype=torch.float32)
+    dh_TF = torch.empty_like(h_TF)
+    partial_PF = h_TF.new_empty((grid[1], width), dtype=torch.float32)
     _matmul_gelu_backward_kernel[grid](
         dz_TD.contiguous(), weight_DF.contiguous(), h_TF, dh_TF, partial_PF, num_tokens, **constants
     )
@@ -223,7 +231,8 @@ def matmul_gelu_backward(
 @torch.library.custom_op("electra_fast::matmul_geglu", mutates_args=())
 def matmul_geglu(x_TD: Tensor, weight_2FD: Tensor, pipelined: bool = False) -> tuple[Tensor, Tensor]:
     """h = [a, b] = x @ weight.T and gelu(a) * b; [T, D], [2F, D] in x's dtype → [T, 2F], [T, F]."""
-    num_tokens, width = x_TD.shape[0], weight_2FD.shape[0] // 2
+    num_tokens = x_TD.shape[0]
+    width = weight_2FD.shape[0] // 2
     h_T2F, y_TF = (x_TD.new_empty((num_tokens, columns)) for columns in (2 * width, width))
     grid, constants = _launch(x_TD, width, True, pipelined, is_forward=True)
     _matmul_gelu_forward_kernel[grid](
@@ -258,7 +267,8 @@ def _(dz_TD, weight_DF, h_TF, pipelined=False):
 
 @matmul_geglu.register_fake
 def _(x_TD, weight_2FD, pipelined=False):
-    num_tokens, columns = x_TD.shape[0], weight_2FD.shape[0]
+    num_tokens = x_TD.shape[0]
+    columns = weight_2FD.shape[0]
     return x_TD.new_empty((num_tokens, columns)), x_TD.new_empty((num_tokens, columns // 2))
 
 

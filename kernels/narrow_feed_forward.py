@@ -59,12 +59,16 @@ def _narrow_feed_forward_forward_kernel(
     THRESHOLD: tl.constexpr,
 ):  # fmt: skip
     dtype = x_ptr.dtype.element_ty
-    column, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK_F)
+    column = tl.arange(0, WIDTH)
+    inner = tl.arange(0, BLOCK_F)
     # Loaded transposed, as [D, BLOCK_F] and [BLOCK_F, D]: Triton 3.9 would copy `tl.trans(w1[i])` in every iteration.
-    w1, b1, w2 = (), (), ()  # gated, b1 has the gate's weight
+    w1 = ()
+    b1 = ()
+    w2 = ()
     for first in tl.static_range(0, INNER, BLOCK_F):
         f = first + inner
-        w1_offset, is_inner = f[None, :] * WIDTH + column[:, None], (f < INNER)[None, :]
+        w1_offset = f[None, :] * WIDTH + column[:, None]
+        is_inner = (f < INNER)[None, :]
         w1 += (tl.load(w1_ptr + w1_offset, mask=is_inner, other=0.0),)
         w2 += (tl.load(w2_ptr + column[None, :] * INNER + f[:, None], mask=(f < INNER)[:, None], other=0.0),)
         if GATED:
@@ -118,11 +122,17 @@ def _input_gradient_kernel(
 ):  # fmt: skip
     """dx = dz + (dff W2 * gelu'(x W1^T + b1)) W1; gated, the gradient by both halves of W1, without dz."""
     dtype = x_ptr.dtype.element_ty
-    column, inner = tl.arange(0, WIDTH), tl.arange(0, BLOCK_F)
-    w1, w1_transposed, b1, w2, gate = (), (), (), (), ()
+    column = tl.arange(0, WIDTH)
+    inner = tl.arange(0, BLOCK_F)
+    w1 = ()
+    w1_transposed = ()
+    b1 = ()
+    w2 = ()
+    gate = ()
     for first in tl.static_range(0, INNER, BLOCK_F):
         f = first + inner
-        w1_offset, is_inner = f[:, None] * WIDTH + column[None, :], (f < INNER)[:, None]
+        w1_offset = f[:, None] * WIDTH + column[None, :]
+        is_inner = (f < INNER)[:, None]
         weight = tl.load(w1_ptr + w1_offset, mask=is_inner, other=0.0)
         w1 += (weight,)
         w1_transposed += (tl.trans(weight),)  # before the loop, see above
@@ -169,8 +179,10 @@ def _weight_gradient_kernel(
     transposed accumulator on Hopper.
     """
     dtype = x_ptr.dtype.element_ty
-    column, inner = tl.arange(0, WIDTH), tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    w1_offset, w2_offset = inner[:, None] * WIDTH + column[None, :], column[None, :] * INNER + inner[:, None]
+    column = tl.arange(0, WIDTH)
+    inner = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    w1_offset = inner[:, None] * WIDTH + column[None, :]
+    w2_offset = column[None, :] * INNER + inner[:, None]
     is_inner = (inner < INNER)[:, None]
     w1 = tl.load(w1_ptr + w1_offset, mask=is_inner, other=0.0)
     w2 = tl.load(w2_ptr + w2_offset, mask=is_inner, other=0.0)
@@ -197,7 +209,8 @@ def _weight_gradient_kernel(
         if GATED:
             dgate = tl.dot((da * a).to(dtype), x, dgate, input_precision="ieee")
             b = tl.dot(gate, tl.trans(x), input_precision="ieee")
-            a, da = a * b, da * b
+            a = a * b
+            da = da * b
         dh = da * derivative
         if not GATED:
             db1 += tl.sum(dh, axis=1)
@@ -253,10 +266,12 @@ def narrow_feed_forward(
     not x. The two weights are used in x's dtype, the vectors are fp32. `key` and `call_index` are those of `dropout`.
     """
     num_tokens = x_TD.shape[0]
-    x_TD, tile = x_TD.contiguous(), blocks(w1_FD, w2_DF)
+    x_TD = x_TD.contiguous()
+    tile = blocks(w1_FD, w2_DF)
     w1_FD, w2_DF = _weights(x_TD, w1_FD, w2_DF)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    y_TD, saved_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    y_TD = torch.empty_like(x_TD)
+    saved_TD = torch.empty_like(x_TD)
     mean_T, rstd_T = (x_TD.new_empty(num_tokens, dtype=torch.float32) for _ in range(2))
     grid = min(triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(x_TD.device, PROGRAMS_PER_SM))
     _narrow_feed_forward_forward_kernel[(grid,)](
@@ -270,7 +285,8 @@ def narrow_feed_forward(
 def _along_tokens(x_TD: Tensor, w1_FD: Tensor, w2_DF: Tensor) -> tuple[int, int, int]:
     """Grid of the weights' gradients, and warps per program: eight per multiprocessor, as those of the others."""
     tile = weight_gradient_blocks(w1_FD, w2_DF)
-    along_inner, num_warps = triton.cdiv(tile["INNER"], tile["BLOCK_F"]), max(4, tile["BLOCK_F"] // 16)
+    along_inner = triton.cdiv(tile["INNER"], tile["BLOCK_F"])
+    num_warps = max(4, tile["BLOCK_F"] // 16)
     along_tokens = max(1, resident_programs(x_TD.device, 8 // num_warps) // along_inner)
     return min(triton.cdiv(x_TD.shape[0], tile["BLOCK_T"]), along_tokens), along_inner, num_warps
 
@@ -287,10 +303,13 @@ def narrow_feed_forward_backward(
 
     Also partial sums of the gradients of W1, W2 and b1, where given, concatenated, fp32 [P, N].
     """
-    num_tokens, x_TD, dff_TD = x_TD.shape[0], x_TD.contiguous(), dff_TD.contiguous()
+    num_tokens = x_TD.shape[0]
+    x_TD = x_TD.contiguous()
+    dff_TD = dff_TD.contiguous()
     dz_TD = None if dz_TD is None else dz_TD.contiguous()
     w1_FD, w2_DF = _weights(x_TD, w1_FD, w2_DF)
-    tile, dx_TD = blocks(w1_FD, w2_DF), torch.empty_like(x_TD)
+    tile = blocks(w1_FD, w2_DF)
+    dx_TD = torch.empty_like(x_TD)
     grid = min(triton.cdiv(num_tokens, tile["BLOCK_T"]), resident_programs(x_TD.device, PROGRAMS_PER_SM))
     _input_gradient_kernel[(grid,)](
         dff_TD, dz_TD, x_TD, w1_FD, b1_F, w2_DF, dx_TD, num_tokens, **tile, num_warps=4, num_stages=2, **FUSION,

@@ -14,13 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 # Elements per program and iteration, so many that a few iterations sum all; columns, 128 bytes or more of a row.
-TILE, MIN_COLUMNS, MAX_COLUMNS = 8192, 32, 256
+TILE = 8192
+MIN_COLUMNS = 32
+MAX_COLUMNS = 256
 NUM_WARPS = 8
 
 
 @triton.jit
 def _sum_columns(partial_ptr, sum_ptr, block, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, num_rows, ROWS):
@@ -34,7 +37,8 @@ def _partial_sums_kernel(
     first_ptr, second_ptr, sum_ptr, num_first_rows, num_second_rows, num_first_columns, num_second_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    block, num_first_blocks = tl.program_id(0), tl.cdiv(num_first_columns, COLUMNS)
+    block = tl.program_id(0)
+    num_first_blocks = tl.cdiv(num_first_columns, COLUMNS)
     if block < num_first_blocks:
         _sum_columns(first_ptr, sum_ptr, block, num_first_rows, num_first_columns, ROWS, COLUMNS)
     else:
@@ -45,7 +49,8 @@ def _partial_sums_kernel(
 @torch.library.custom_op("electra_fast::partial_sums", mutates_args=())
 def partial_sums(first_PX: Tensor, second_QY: Tensor) -> Tensor:
     """The sums over the rows of both; contiguous fp32 [P, X], [Q, Y] → fp32 [X + Y]."""
-    (num_first_rows, width), (num_second_rows, second_width) = first_PX.shape, second_QY.shape
+    num_first_rows, width = first_PX.shape
+    num_second_rows, second_width = second_QY.shape
     sums = first_PX.new_empty(width + second_width)
     # Some 256 programs where there are columns enough.
     columns = min(max(triton.next_power_of_2(sums.numel() // 256), MIN_COLUMNS), MAX_COLUMNS)

@@ -24,7 +24,8 @@ STAGES = tl.constexpr(3)  # tiles whose loads are under way
 TILE = 1024  # elements per four warps and iteration: one 16-byte load per thread and operand
 # Resident programs of four warps: 64 registers per thread forward, 126 backward with dropout. Backward, four programs
 # that load two tiles ahead have more loads under way than five that load none, and more tiles each in a small step.
-FORWARD_PROGRAMS_PER_SM, BACKWARD_PROGRAMS_PER_SM = 8, 4
+FORWARD_PROGRAMS_PER_SM = 8
+BACKWARD_PROGRAMS_PER_SM = 4
 
 
 @triton.jit
@@ -154,10 +155,13 @@ def residual_norm(
     And with `has_sum`, for callers with a backward pass of their own, what is normed; else an empty tensor.
     """
     num_tokens, width = x_TD.shape
-    x_TD, tile = x_TD.contiguous(), blocks(width)
+    x_TD = x_TD.contiguous()
+    tile = blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    y_TD, mean_T = torch.empty_like(x_TD), x_TD.new_empty(num_tokens, dtype=torch.float32)
-    rstd_T, sum_TD = torch.empty_like(mean_T), torch.empty_like(x_TD) if has_sum else x_TD.new_empty(0)
+    y_TD = torch.empty_like(x_TD)
+    mean_T = x_TD.new_empty(num_tokens, dtype=torch.float32)
+    rstd_T = torch.empty_like(mean_T)
+    sum_TD = torch.empty_like(x_TD) if has_sum else x_TD.new_empty(0)
     _residual_norm_forward_kernel[_grid(x_TD, tile, FORWARD_PROGRAMS_PER_SM)](
         x_TD, bias_D, residual_TD, weight_D, norm_bias_D, key, y_TD, mean_T, rstd_T, sum_TD if has_sum else None,
         num_tokens, eps, call_index, **tile, THRESHOLD=threshold(probability), num_warps=num_warps(width),
@@ -177,7 +181,9 @@ def residual_norm_backward(
     fp32 [P, S, D]. With `is_sum`, x is what was normed, residual included, and `dsum_TD` a gradient of it to add.
     """
     num_tokens, width = x_TD.shape
-    dy_TD, x_TD, tile = dy_TD.contiguous(), x_TD.contiguous(), blocks(width)
+    dy_TD = dy_TD.contiguous()
+    x_TD = x_TD.contiguous()
+    tile = blocks(width)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     dsum_TD = None if dsum_TD is None else dsum_TD.contiguous()
     grid = _grid(x_TD, tile, BACKWARD_PROGRAMS_PER_SM)

@@ -35,7 +35,9 @@ def _rotary_kernel(
 ):  # fmt: skip
     """Writes rotated q and k to qkv [T, 3, N, H], for which q and k may be in place; backward, rotated back, and v."""
     vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    token, head, pair = (vector // NUM_HEADS)[:, None], (vector % NUM_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    token = (vector // NUM_HEADS)[:, None]
+    head = (vector % NUM_HEADS)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (vector < num_vectors)[:, None] & (pair < HALF)
     cos = tl.load(cos_ptr + token * HALF + pair, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + pair, mask=mask, other=0.0)
@@ -56,7 +58,8 @@ def _launch(
 ) -> None:
     num_tokens, num_heads, width = q_TNH.shape
     block_half = triton.next_power_of_2(width // 2)
-    block, num_vectors = max(1, TILE // block_half), num_tokens * num_heads
+    block = max(1, TILE // block_half)
+    num_vectors = num_tokens * num_heads
     strides = (stride for x in (q_TNH, k_TNH, v_TNH) for stride in x.stride()[:2])
     _rotary_kernel[(triton.cdiv(num_vectors, block),)](
         q_TNH, k_TNH, v_TNH, cos.contiguous(), sin.contiguous(), qkv_TX, num_vectors, *strides,

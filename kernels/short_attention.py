@@ -29,13 +29,16 @@ from electra_fast.kernels.attention_tiles import kept_sign, load_tile, scores, s
 from electra_fast.kernels.dropout import RESOLUTION, threshold
 from electra_fast.kernels.launch import FUSION, card
 
-MAX_LENGTH, MAX_HEAD_DIM = 512, 64
+MAX_LENGTH = 512
+MAX_HEAD_DIM = 64
 # Architectures on which the kernels for whole rows compile without spilling a large part of their tiles, and the
 # largest such row; `blocked_attention` has the other architectures and rows.
-_WITH_WHOLE_ROWS, MAX_WHOLE_ROW = ("Hopper", "Blackwell", "gfx942"), 128
+_WITH_WHOLE_ROWS = ("Hopper", "Blackwell", "gfx942")
+MAX_WHOLE_ROW = 128
 NUM_WARPS = 4
 # Tiles are at least as high and wide as Hopper's matrix instructions; narrower heads are padded.
-PART, BLOCK_H = 64, 64
+PART = 64
+BLOCK_H = 64
 
 
 @triton.jit(do_not_specialize=["call_index"])
@@ -58,7 +61,8 @@ def _short_attention_forward_kernel(
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
-    position, column = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_H)
+    position = tl.arange(0, BLOCK_L)
+    column = tl.arange(0, BLOCK_H)
     k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     for start in tl.static_range(0, BLOCK_L, PART):
@@ -134,7 +138,9 @@ def _short_attention_backward_kernel(
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
             k_bias_ptr = bias_ptr + HIDDEN
-    position, low, high = tl.arange(0, BLOCK_L), tl.arange(0, PART), PART + tl.arange(0, PART)
+    position = tl.arange(0, BLOCK_L)
+    low = tl.arange(0, PART)
+    high = PART + tl.arange(0, PART)
     q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
     k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
     v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, position, LENGTH, STRIDE, WIDTH, BLOCK_H)
@@ -191,7 +197,8 @@ def blocks(length: int) -> dict[str, int]:
 def _constants(
     qkv_TX: Tensor, segment_ids_BL: Tensor, num_heads: int, window: int | None, probability: float
 ) -> dict[str, Any]:
-    length, width = segment_ids_BL.shape[1], qkv_TX.shape[1] // (3 * num_heads)
+    length = segment_ids_BL.shape[1]
+    width = qkv_TX.shape[1] // (3 * num_heads)
     if length > MAX_LENGTH or width > MAX_HEAD_DIM:
         raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
     sizes = {"LENGTH": length, "NUM_HEADS": num_heads, "WIDTH": width}
@@ -223,7 +230,8 @@ def short_attention(
         key: int64 [3], `ops.Dropout.key`.
         call_index: `ops.Dropout.call_index`.
     """
-    num_rows, num_tokens = segment_ids_BL.shape[0], qkv_TX.shape[0]
+    num_rows = segment_ids_BL.shape[0]
+    num_tokens = qkv_TX.shape[0]
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
     qkv_TX, bias_X, ids_BL, cos_TH, sin_TH = _contiguous(qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH)
     out_TD = qkv_TX.new_empty((num_tokens, qkv_TX.shape[1] // 3))
@@ -243,12 +251,14 @@ def short_attention_backward(
     key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of qkv [T, X] and, per row or block of it, of the bias, fp32 [B*P, X], or [0] where there is none."""
-    num_rows, device = segment_ids_BL.shape[0], qkv_TX.device
+    num_rows = segment_ids_BL.shape[0]
+    device = qkv_TX.device
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
     dout_TD, qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, out_TD = _contiguous(
         dout_TD, qkv_TX, bias_X, segment_ids_BL, cos_TH, sin_TH, out_TD
     )
-    dqkv_TX, length = torch.empty_like(qkv_TX), constants["LENGTH"]
+    dqkv_TX = torch.empty_like(qkv_TX)
+    length = constants["LENGTH"]
     partial_PX = lse_NT.new_empty(0 if bias_X is None else (num_rows * _num_blocks(device, constants), *bias_X.shape))
     inputs = (qkv_TX, bias_X, ids_BL, cos_TH, sin_TH, lse_NT, key)
     outputs = (dqkv_TX, None if bias_X is None else partial_PX, num_rows, call_index)

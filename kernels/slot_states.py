@@ -56,7 +56,9 @@ def _slot_states_backward(dy_MD: Tensor, position_M: Tensor, num_tokens: int, nu
     dx_TD = dy_MD.new_empty((num_tokens, dy_MD.shape[1]))
     if dx_TD.numel() == 0:
         return dx_TD
-    length, num_slots, width = num_tokens // num_rows, dy_MD.shape[0] // num_rows, dy_MD.shape[1]
+    length = num_tokens // num_rows
+    num_slots = dy_MD.shape[0] // num_rows
+    width = dy_MD.shape[1]
     columns = max(16, min(MAX_COLUMNS, triton.next_power_of_2(width)))
     _slot_gradient_kernel[(num_rows, triton.cdiv(length, TOKENS), triton.cdiv(width, columns))](
         dy_MD.contiguous(), position_M.contiguous(), dx_TD, length, num_slots, width,

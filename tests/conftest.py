@@ -92,7 +92,8 @@ def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
 
     def watch(owner: type, method: str = "forward") -> set[str]:
         found: set[str] = set()
-        original, switch = getattr(owner, method), torch.backends.mkldnn.matmul
+        original = getattr(owner, method)
+        switch = torch.backends.mkldnn.matmul
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             found.add("onednn" if switch.fp32_precision == "bf16" else "default")
@@ -286,7 +287,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unique_documents() -> list[list[int]]:
     """Documents of 1 to 800 tokens, 40,000 in all, no id twice: a token names its place."""
-    rng, documents, next_id = random.Random(3), [], len(SPECIAL_TOKENS)
+    rng = random.Random(3)
+    documents = []
+    next_id = len(SPECIAL_TOKENS)
     while next_id < 40_000:
         length = min(1 + int(rng.expovariate(1 / 150)), 800)
         documents.append(list(range(next_id, next_id + length)))

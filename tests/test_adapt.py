@@ -74,7 +74,8 @@ def test_it_is_what_prepare_import_and_pretrain_make(
     keys = {f"optimizer.{name}": getattr(rates, name) for name in ("learning_rate", "muon_learning_rate")}
     keys |= FAST | {"train.log_every": 1, "train.eval_every": 1, "train.checkpoint_every": 1}
     ef.pretrain(corpus.out, out=tmp_path / "other", overrides=keys)
-    ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "other")
+    ours = weights(tmp_path / "run")
+    theirs = weights(tmp_path / "other")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     configs = [Config.load(tmp_path / name / "config.toml") for name in ("run", "other")]
     assert configs[0].differences(configs[1]).keys() == {"data.corpus", "train.out"}
@@ -137,7 +138,8 @@ def test_the_text_decides_how_many_steps(
 ) -> None:
     """What was given is not said to be chosen, nor given sizes unwise."""
     monkeypatch.setattr("electra_fast.training.forecast.MAX_TABLE_SHARE", 0)
-    out, given = tmp_path / "run", ["--sequence-length", 16, "--batch-size", 64, "--lr", 3e-4]
+    out = tmp_path / "run"
+    given = ["--sequence-length", 16, "--batch-size", 64, "--lr", 3e-4]
     done = run("adapt", whole_run, text, "--out", out, "--dry-run", *given)
     assert done.returncode == 0, done.stderr
     ef.prepare([text], vocab=whole_run, out=tmp_path / "shards", holdout=0.02, progress=False)
@@ -214,7 +216,8 @@ def test_a_gain_is_beyond_the_spread_of_the_seeds(before: list[float], after: li
 
 def test_it_resumes_at_any_point(tmp_path: Path, whole_run: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed before the run's last file was written, before training, and within it: the same run each time."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     ef.adapt(whole_run, [text], out=whole, overrides=FAST)
 
     def killed(*_: object, **__: object) -> None:
@@ -231,7 +234,8 @@ def test_it_resumes_at_any_point(tmp_path: Path, whole_run: Path, text: Path, mo
                 ef.pretrain(cut / "corpus", out=cut)
     again = ef.adapt(whole_run, [text], out=cut, overrides=FAST)
     assert lines(whole) == lines(cut) and again.choices == ef.adapt(whole_run, [text], out=whole).choices
-    ours, theirs = weights(whole), weights(cut)
+    ours = weights(whole)
+    theirs = weights(cut)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with pytest.raises(InputError, match="run: begun with holdout = 0.02, now it is 0.1; leave it as it was to resume"):
         ef.adapt(whole_run, [text], out=whole.rename(tmp_path / "run"), holdout=0.1)
@@ -269,7 +273,8 @@ def test_a_trimmed_or_other_vocabulary(tmp_path: Path, whole_run: Path, text: Pa
         assert result.step == 0 and "not trained" in str(result)
         found = weights(tmp_path / name)
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-        corpus, tokenizer = ef.Corpus(tmp_path / name / "corpus"), ef.Tokenizer(tmp_path / "vocabulary")
+        corpus = ef.Corpus(tmp_path / name / "corpus")
+        tokenizer = ef.Tokenizer(tmp_path / "vocabulary")
         assert corpus.vocab_size == tokenizer.vocab_size < ef.Tokenizer(whole_run / "tokenizer").vocab_size
         assert ef.Tokenizer.of(corpus).content_hash == tokenizer.content_hash
     with pytest.raises(InputError, match="trim reads the text twice"):

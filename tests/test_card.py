@@ -70,7 +70,8 @@ def test_a_card(
     monkeypatch.setattr(compute, "card_of", lambda _: found)
     precision = "fp16" if architecture in ("Volta", "Turing") else "fp32" if name.endswith(SLOW) else "bf16"
     monkeypatch.setattr("electra_fast.model.attention.missing_for_triton", lambda _: None)
-    shape, has_flash = ModelConfig(), precision == "bf16" and not gfx
+    shape = ModelConfig()
+    has_flash = precision == "bf16" and not gfx
     for length, best in ((128, "short" if found.is_hopper else "varlen"), (512, "varlen")):
         attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)
         assert attention == (best if has_flash else "sdpa")

@@ -130,7 +130,9 @@ def test_inspect_and_verify(folder):
 
 
 def test_json_of_vocab_and_prepare(folder, tmp_path):
-    text, words, out = folder / "text.txt", tmp_path / "vocab.txt", tmp_path / "out"
+    text = folder / "text.txt"
+    words = tmp_path / "vocab.txt"
+    out = tmp_path / "out"
     made = json.loads(run("vocab", text, "--out", words, "--size", 100, "--json").stdout)
     of_trimming = dict.fromkeys(("trimmed_from", "unknown_share", "split_share"))
     assert made == {"out": str(words), "num_entries": 100, "skipped_files": 0, "skipped_rows": 0} | of_trimming
@@ -244,7 +246,8 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
     for name in OBJECTIVES:
         preset = "tiny" if name == "mlm" else "base"
         given = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
-        done, config = run("flops", *given, "--json"), Config.preset(preset, recipe, name)
+        done = run("flops", *given, "--json")
+        config = Config.preset(preset, recipe, name)
         assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
         changed = Config.preset(preset, recipe).differences(config).keys() - {"objective.name"}
         assert all(f"{key} = " in done.stderr for key in changed) and (done.stderr == "") == (not changed)

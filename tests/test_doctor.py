@@ -48,7 +48,8 @@ def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])
     size = {"sequence_length": 8, "batch_size": 2, "vocab_size": Corpus(tiny_corpus).vocab_size}
-    config, problems = Config.preset("tiny", "modern", "mlm").override({"model.num_layers": 1}, **size), []
+    config = Config.preset("tiny", "modern", "mlm").override({"model.num_layers": 1}, **size)
+    problems = []
     found = doctor._kernels(config, torch.device("cpu"), tiny_corpus, tmp_path / "run", problems)
     assert found["summary"].startswith("kernels checked in ") and found["execution"] in ("eager", "graph", "branches")
     assert not problems

@@ -123,7 +123,8 @@ def name_of(page):
 
 def scripts(page):
     """What of a page runs."""
-    text, found = page.read_text(encoding="utf-8"), []
+    text = page.read_text(encoding="utf-8")
+    found = []
     blocks = list(re.finditer(r"^(?:<!-- not run: (.*?) -->\s+)?( *)```(\w*)\n(.*?)^\2```$", text, re.M | re.S))
     fences = re.findall(r"^ *```.*", text, re.M)
     assert len(fences) == 2 * len(blocks), f"{name_of(page)}: fences that do not match: {fences}"
@@ -278,7 +279,10 @@ class Things:
     """Files and folders that pages speak of, each made when it is first needed."""
 
     def __init__(self, folder, vocab, documents, store):
-        self.folder, self.vocab, self.documents, self._store = folder, vocab, documents, store
+        self.folder = folder
+        self.vocab = vocab
+        self.documents = documents
+        self._store = store
 
     @property
     def store(self):
@@ -404,15 +408,18 @@ def run(things, environment, request):
         for name in script.read():
             if not (folder / name).exists():
                 things.put(name, folder)
-        code, variables = script.smaller, environment | {"PAGE": name_of(script.page)}
+        code = script.smaller
+        variables = environment | {"PAGE": name_of(script.page)}
         if "s3://" in code:
             variables |= request.getfixturevalue("store").environment
         if "tcp://host:8786" in code:
             code = code.replace("tcp://host:8786", request.getfixturevalue("scheduler"))
-        name, command = f"{script.page.stem}.{script.line}", [script.language]
+        name = f"{script.page.stem}.{script.line}"
+        command = [script.language]
         if script.language == "toml":
             named = re.match(r"\s*# (\S+\.toml)$", code, re.M)
-            name, command = named[1] if named else f"{name}.toml", ["electra-fast", "flops", "--config"]
+            name = named[1] if named else f"{name}.toml"
+            command = ["electra-fast", "flops", "--config"]
         if script.language == "sh":
             command = ["sbatch"] if "#SBATCH" in code else ["bash", "-eu"]
             code = f"trap 'echo \"$PAGE:$LINENO: $BASH_COMMAND\" >&2' ERR{code}"  # on the first line

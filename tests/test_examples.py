@@ -238,7 +238,8 @@ def test_an_encoder_of_my_own_language(own_language):
 
 
 def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
-    folder, files = own_language[0], write_conll(tmp_path)
+    folder = own_language[0]
+    files = write_conll(tmp_path)
     arguments = [folder / "run", files / "train.conll", files / "dev.conll", tmp_path / "names"]
     printed = run_script("named_entities.py", *arguments, "object class and file", "the module")
     head, *spans = printed.splitlines()
@@ -314,7 +315,8 @@ def test_scanning_errors_are_marked_at_a_precision(run_script, tmp_path, own_lan
         hits = (found[part] >= threshold) & is_wrong[part]
         return [hits.sum() / (found[part] >= threshold).sum(), hits.sum() / is_wrong[part].sum()]
 
-    first, second = slice(300), slice(300, None)
+    first = slice(300)
+    second = slice(300, None)
     reached = {each: scores(each, first)[0] for each in found[first]}
     wanted = np.quantile(list(reached.values()), 0.9)
     threshold = min(each for each, precision in reached.items() if precision >= wanted)
@@ -398,7 +400,8 @@ class Server:
     """A running serve.py."""
 
     def __init__(self, process):
-        self.process, self.log = process, []
+        self.process = process
+        self.log = []
         while not (found := re.search(r"http://localhost:(\d+)", self.log[-1] if self.log else "")):
             self.log.append(process.stderr.readline())
             assert self.log[-1], self.log
@@ -559,7 +562,8 @@ def test_clients_that_leave_and_that_stay(serve):
     with contextlib.closing(http.client.HTTPConnection("localhost", server.port)) as connection:
         for text in ("a", "b"):
             connection.request("POST", "/", json.dumps(text))
-            used, answer = connection.sock, connection.getresponse()
+            used = connection.sock
+            answer = connection.getresponse()
             assert json.load(answer) == {"id": "0", "answer": f"to {text}"} and connection.sock is used
         for method, path, status in (
             ("HEAD", "/health", 200),

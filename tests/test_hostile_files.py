@@ -20,7 +20,8 @@ from electra_fast.files.json_files import read_object, write_object
 from electra_fast.huggingface.encoder import load_encoder
 from electra_fast.huggingface.export import import_
 
-NAN, HUGE = float("nan"), 2**64
+NAN = float("nan")
+HUGE = 2**64
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def limit(monkeypatch):
     """A function after which a method runs out of memory unless its arguments pass a test; returns what did pass."""
 
     def limit(owner, name, passes):
-        original, passed = getattr(owner, name), []
+        original = getattr(owner, name)
+        passed = []
 
         def limited(self, *args):
             if not passes(*args):

@@ -54,9 +54,12 @@ for command in json.loads(sys.argv[1]):
 
 
 def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
-    text, shards, run = tmp_path / "text.txt", tmp_path / "shards", tmp_path / "run"
+    text = tmp_path / "text.txt"
+    shards = tmp_path / "shards"
+    run = tmp_path / "run"
     text.write_text("\n\n".join(tiny_text))
-    sst2, tasks = write_sst2(tmp_path / "SST-2"), tmp_path / "tasks"
+    sst2 = write_sst2(tmp_path / "SST-2")
+    tasks = tmp_path / "tasks"
     model = tasks / "sst2/seed-0/model"
     settings = [shards, "--preset", "tiny", "--train.steps", "8", "--train.batch_size", "8"]
     overrides = [word for name, value in QUICK.items() for word in (f"--{name}", value)]
@@ -82,7 +85,9 @@ def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
     )
     printed = done.stdout.split("\0 0\n")
     assert done.returncode == 0 and len(printed) == len(commands) + 1, done.stdout + done.stderr
-    plan, predictions, report = printed[1], printed[5], printed[7]
+    plan = printed[1]
+    predictions = printed[5]
+    report = printed[7]
     assert "memory          not measured, which needs Linux; of it " in plan and "measured on this cpu" in plan
     assert len(predictions.splitlines()) == 16 and "label" in json.loads(predictions.splitlines()[0])
     assert (tmp_path / "exported/encoder/model.safetensors").is_file()

@@ -26,7 +26,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], ""
+        self.open = []
+        self.tags = []
+        self.attributes = []
+        self.text = ""
         self.feed(text)
         self.close()
         assert not self.open

@@ -62,7 +62,9 @@ def test_ten_million_words(tmp_path, tiny_text):
 @pytest.mark.process
 def test_five_tasks(tmp_path, tiny_text):
     """With the plan made, which is for an hour, and fine-tuning in one epoch."""
-    glue, out, command = tmp_path / "glue", tmp_path / "out", tmp_path / "bin/electra-fast"
+    glue = tmp_path / "glue"
+    out = tmp_path / "out"
+    command = tmp_path / "bin/electra-fast"
     command.parent.mkdir()
     command.write_text(
         '#!/bin/sh\n[ "$1" != finetune ] || set -- "$@" --finetune.epochs 1\nexec python3 -m electra_fast "$@"\n'
@@ -70,7 +72,8 @@ def test_five_tasks(tmp_path, tiny_text):
     command.chmod(0o755)
     for write, name in ((write_cola, "CoLA"), (write_sst2, "SST-2"), (write_mrpc, "MRPC"), (write_stsb, "STS-B")):
         write(glue / name)
-    header, labels = "index\tsentence1\tsentence2\tlabel\n", ("entailment", "not_entailment")
+    header = "index\tsentence1\tsentence2\tlabel\n"
+    labels = ("entailment", "not_entailment")
     write_splits(glue / "RTE", header, lambda n, a, b, y: f"{n}\t{a}\t{b}\t{labels[y]}\n", pairs, train=27, dev=10)
     (tmp_path / "a.txt").write_text("\n\n".join(tiny_text), encoding="utf-8")
     out.mkdir()

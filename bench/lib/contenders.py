@@ -36,7 +36,8 @@ def ours(
     config: ef.Config, device: torch.device, execution: str | None = None, compute: ComputeConfig | None = None
 ) -> Runner:
     """Our step, as in `pretrain` without an execution."""
-    train_step, numbers = new_step(config, device, execution, compute), count()
+    train_step = new_step(config, device, execution, compute)
+    numbers = count()
 
     def step(rows: Any) -> None:
         with as_chosen(train_step):
@@ -81,7 +82,8 @@ def peer(
     loss_of = partial(peer_loss, generator, discriminator, config, masked=masked, dtype=dtype)
     if compile_with is not None:
         loss_of = torch.compile(loss_of, **compile_with)
-    total, num_steps = torch.zeros((), device=device), count()
+    total = torch.zeros((), device=device)
+    num_steps = count()
 
     def step(rows: Any) -> None:
         # Without `cu_seqlens`, which has a dynamic shape and is not used.
@@ -150,8 +152,10 @@ class DebertaPeer(nn.Module):
         )
         self.electra = DebertaV2Model(config)
         self.generator_predictions = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
-        self.norm, self.classifier = nn.LayerNorm(hidden), nn.Linear(hidden, 1)
-        self.dense, self.bias = nn.Linear(hidden, hidden), nn.Parameter(torch.zeros(shape.vocab_size))
+        self.norm = nn.LayerNorm(hidden)
+        self.classifier = nn.Linear(hidden, 1)
+        self.dense = nn.Linear(hidden, hidden)
+        self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
 
     def generator_lm_head(self, x: Tensor) -> Tensor:
         return F.linear(x, self.electra.embeddings.word_embeddings.weight, self.bias)
@@ -165,8 +169,10 @@ class DebertaPeer(nn.Module):
 def peer_loss(
     generator: Any, discriminator: Any, config: ef.Config, batch: Batch, masked: bool, dtype: torch.dtype
 ) -> Tensor:
-    ids, positions = batch["input_ids"].long(), batch["masked_positions"].long()
-    original, weight = batch["masked_ids"].long(), batch["masked_weights"]
+    ids = batch["input_ids"].long()
+    positions = batch["masked_positions"].long()
+    original = batch["masked_ids"].long()
+    weight = batch["masked_weights"]
     segments = batch["segment_ids"]
     inputs = {
         "attention_mask": (segments[:, None, :, None] == segments[:, None, None, :]) if masked else None,

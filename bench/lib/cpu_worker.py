@@ -35,7 +35,9 @@ from lib.workload import loader
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Warm-up ends when a step takes nearly as long as the one before: those that compile take far longer.
-SETTLED, LEAST_WARM_UP, MOST_WARM_UP = 1.5, 2, 6
+SETTLED = 1.5
+LEAST_WARM_UP = 2
+MOST_WARM_UP = 6
 
 
 def own(config: ef.Config, device: torch.device, execution: str, precision: str | None = None) -> Runner:
@@ -162,11 +164,13 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 
-    first, start = json.loads(requests.readline()), time.perf_counter()
+    first = json.loads(requests.readline())
+    start = time.perf_counter()
     known = {key: text for key, text in first["config"].items() if key in ef.Config.key_names()}
     config = ef.Config().override(known)
     torch.manual_seed(0)
-    runner, batches = CONTENDERS[first["contender"]](config, CPU), loader(Path(first["corpus"]), config)
+    runner = CONTENDERS[first["contender"]](config, CPU)
+    batches = loader(Path(first["corpus"]), config)
     answer(
         unknown=sorted(first["config"].keys() - known.keys()),
         step_seconds=warm_up(runner, batches),

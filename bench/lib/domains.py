@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NUM_TRAIN, NUM_DEV = 1_000, 2_000
+NUM_TRAIN = 1_000
+NUM_DEV = 2_000
 Example = tuple[str, str]
 Domain = tuple[list[str], list[Example], list[Example]]
 
@@ -59,7 +60,8 @@ def packages() -> Domain:
     pairs = [(section, text) for text, section in found.items()]
     random.Random(0).shuffle(pairs)
     examples = [pair for pair in pairs if pair[0] in SECTIONS]
-    dev, train = examples[:NUM_DEV], examples[NUM_DEV : NUM_DEV + NUM_TRAIN]
+    dev = examples[:NUM_DEV]
+    train = examples[NUM_DEV : NUM_DEV + NUM_TRAIN]
     hidden = {text for _, text in dev}
     return [text for _, text in pairs if text not in hidden], train, dev
 
@@ -74,7 +76,8 @@ def manuals() -> Domain:
         for line in path.read_text().splitlines():
             if re.match(rf"{MANUALS}/man\d/", line):
                 owners[line] = path.stem.partition(":")[0]
-    draw, kept = random.Random(0), Counter[str]()
+    draw = random.Random(0)
+    kept = Counter[str]()
     pages = {}
     for name in draw.sample(sorted(owners), len(owners)):
         if kept[owners[name]] < 150 and (text := _page(Path(name))):

@@ -58,7 +58,8 @@ def stop_with_summary() -> None:
 
 def run(title: str, groups: Sequence[Group], out: Path, cache: Path, seconds: float, shared: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
-    results, start = (out / "results.jsonl").resolve(), time.monotonic()
+    results = (out / "results.jsonl").resolve()
+    start = time.monotonic()
     results.write_text("")
     outcomes = {group.name: _outcome(group, "not started", 0.0) for group in groups}
     assert len(outcomes) == len(groups), "two groups have one name"

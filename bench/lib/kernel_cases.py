@@ -23,8 +23,11 @@ from electra_fast.ops.fused import SublayerWeights
 from electra_fast.ops.operations import Dropout
 from electra_fast.ops.sampling import alias_table
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-VOCAB_SIZE, EPS = 30_522, 1e-12
+FP32 = torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+VOCAB_SIZE = 30_522
+EPS = 1e-12
 # Of a call, and of the table.
 Args = tuple[Any, ...]
 Sizes = tuple[Any, ...]
@@ -34,7 +37,8 @@ class Arguments:
     """Random tensors for a call. Parameters are fp32, with values that the activations' dtype has too."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.generator = torch.Generator().manual_seed(0)
         self.key = torch.tensor([2**40 + 7, 12, 77], device=device)
 
@@ -115,7 +119,8 @@ def layer_norm(make: Arguments, num_tokens: int, width: int, has_bias: bool) -> 
     tuple((*sizes, p) for sizes in ((131_072, 1024, 256), (131_072, 256, 64), (65_536, 3072, 768)) for p in (0.0, 0.1)),
 )
 def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, probability: float) -> Args:
-    x_TF, residual_TD = make.normal(num_tokens, inner), make.normal(num_tokens, width)
+    x_TF = make.normal(num_tokens, inner)
+    residual_TD = make.normal(num_tokens, width)
     weight_DF, bias_D, *norm = make.weight(width, inner), *(make.weight(width) for _ in range(3))
     return x_TF, weight_DF, bias_D, residual_TD, *norm, EPS, make.dropout(probability)
 
@@ -126,7 +131,8 @@ def residual_norm(make: Arguments, num_tokens: int, inner: int, width: int, prob
 )
 def add_norm(make: Arguments, num_tokens: int, inner: int, width: int, has_norm_bias: bool, probability: float) -> Args:
     norm = make.weight(width), make.weight(width) if has_norm_bias else None
-    x_TF, weight_DF = make.normal(num_tokens, inner), make.weight(width, inner)
+    x_TF = make.normal(num_tokens, inner)
+    weight_DF = make.weight(width, inner)
     return x_TF, weight_DF, make.normal(num_tokens, width), *norm, EPS, make.dropout(probability)
 
 
@@ -138,7 +144,8 @@ def embedding_norm(
     make: Arguments, num_tokens: int, width: int, vocab_size: int, length: int, probability: float
 ) -> Args:
     sizes = (vocab_size, length, 2)
-    ids, tables = tuple(make.integers(n, num_tokens).int() for n in sizes), tuple(make.weight(n, width) for n in sizes)
+    ids = tuple(make.integers(n, num_tokens).int() for n in sizes)
+    tables = tuple(make.weight(n, width) for n in sizes)
     return ids, tables, make.weight(width), make.weight(width), EPS, make.dtype, make.dropout(probability)
 
 
@@ -158,7 +165,8 @@ def geglu(make: Arguments, num_tokens: int, width: int, inner: int) -> Args:
 
 @case(((FP32, 50, 40, 3, 32), (FP16, 7, 24, 3, 12)), ((65_536, 768, 12, 64),))
 def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, head_dim: int) -> Args:
-    weight, positions = make.weight(3 * num_heads * head_dim, width), torch.arange(num_tokens, device=make.device)
+    weight = make.weight(3 * num_heads * head_dim, width)
+    positions = torch.arange(num_tokens, device=make.device)
     return make.normal(num_tokens, width), weight, *ops.rotary_angles(positions * 7 % 512, head_dim, 1e4), num_heads
 
 
@@ -168,7 +176,8 @@ def rotary_qkv(make: Arguments, num_tokens: int, width: int, num_heads: int, hea
 )
 def corrupt(make: Arguments, num_rows: int, length: int, num_slots: int) -> Args:
     """Unused slots, positions masked more than once, and samples equal to the original token."""
-    ids_BL, column_BS = make.integers(50, num_rows, length), make.integers(length, num_rows, num_slots)
+    ids_BL = make.integers(50, num_rows, length)
+    column_BS = make.integers(length, num_rows, num_slots)
     original_M = ids_BL.gather(1, column_BS).flatten()
     is_used_BS = make.integers(10, num_rows, num_slots) > 0
     position_BS = column_BS + torch.arange(num_rows, device=make.device)[:, None] * length
@@ -204,7 +213,8 @@ def slot_states(make: Arguments, num_rows: int, length: int, num_slots: int, wid
 )
 def replaced_logits(make: Arguments, num_tokens: int, width: int, has_norm: bool) -> Args:
     """A head has a norm or a bias."""
-    dense, classifier = make.weight(width, width), (make.weight(1, width), make.weight(1))
+    dense = make.weight(width, width)
+    classifier = (make.weight(1, width), make.weight(1))
     bias_D, norm = (None, (make.weight(width), 1e-5)) if has_norm else (make.weight(width), ())
     return make.normal(num_tokens, width, scale=2), dense, bias_D, *classifier, *norm
 
@@ -238,9 +248,11 @@ def generator_head(
     disallow_correct: bool = False,
 ) -> Args:
     """Half of the targets are the argmax; some slots are unused; indices of slots are beyond int32."""
-    x_ME, table_VE = make.normal(num_slots, width), make.weight(vocab_size, width, scale=2)
+    x_ME = make.normal(num_slots, width)
+    table_VE = make.weight(vocab_size, width, scale=2)
     bias_V = make.weight(vocab_size, scale=0.5)
-    target_M, weight_M = make.integers(vocab_size, num_slots), make.weight(num_slots).detach()
+    target_M = make.integers(vocab_size, num_slots)
+    weight_M = make.weight(num_slots).detach()
     target_M[::2] = (x_ME.float() @ table_VE.T + bias_V).argmax(-1)[::2]
     weight_M[1::5] = 0.0
     slot_M = torch.arange(num_slots, device=make.device) + 2**31
@@ -288,8 +300,10 @@ def self_attention(
 ) -> Args:
     """By `short`."""
     mask = AttentionMask.packed(make.segments(num_rows, length), None, "short", local_attention)
-    width, positions = num_heads * head_dim, torch.arange(length, device=make.device).repeat(num_rows)
-    x_TD, weight_XD = make.normal(num_rows * length, width), make.weight(3 * width, width)
+    width = num_heads * head_dim
+    positions = torch.arange(length, device=make.device).repeat(num_rows)
+    x_TD = make.normal(num_rows * length, width)
+    weight_XD = make.weight(3 * width, width)
     rotary = ops.rotary_angles(positions, head_dim, 1e4) if is_rotary else None
     bias_X = make.weight(3 * width, scale=0.5) if has_bias else None
     return x_TD, weight_XD, bias_X, mask.local or mask, num_heads, make.dropout(probability), rotary
@@ -303,8 +317,10 @@ def _sublayer(make: Arguments, width: int, inner: int, outer: int) -> SublayerWe
 @case(((FP16, 3, 24, 2, 16, 0.2), (FP16, 3, 150, 2, 16, 0.2)), ((1024, 128, 4, 64, 0.1), (128, 512, 12, 64, 0.0)))
 def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float) -> Args:
     """By `short`."""
-    mask, width = AttentionMask.packed(make.segments(num_rows, length), None, "short"), num_heads * head_dim
-    weights, dropouts = _sublayer(make, width, 3 * width, width), (make.dropout(probability, 9), make.dropout(0.1))
+    mask = AttentionMask.packed(make.segments(num_rows, length), None, "short")
+    width = num_heads * head_dim
+    weights = _sublayer(make, width, 3 * width, width)
+    dropouts = (make.dropout(probability, 9), make.dropout(0.1))
     return make.normal(num_rows * length, width), weights, EPS, mask, num_heads, *dropouts
 
 
@@ -314,7 +330,8 @@ def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_
     tuple((*sizes, p) for sizes in ((131_072, 256, 1024), (131_072, 64, 256), (65_536, 768, 3072)) for p in (0.0, 0.1)),
 )
 def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, probability: float) -> Args:
-    x_TD, weights = make.normal(num_tokens, width, scale=2), _sublayer(make, width, inner, inner)
+    x_TD = make.normal(num_tokens, width, scale=2)
+    weights = _sublayer(make, width, inner, inner)
     return x_TD, weights, EPS, make.dropout(probability)
 
 
@@ -331,6 +348,7 @@ def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, proba
 def gated_feed_forward(
     make: Arguments, num_tokens: int, width: int, inner: int, has_norm_bias: bool, probability: float
 ) -> Args:
-    x_TD, weights = make.normal(num_tokens, width, scale=2), (make.weight(2 * inner, width), make.weight(width, inner))
+    x_TD = make.normal(num_tokens, width, scale=2)
+    weights = (make.weight(2 * inner, width), make.weight(width, inner))
     norm = make.weight(width), make.weight(width) if has_norm_bias else None
     return x_TD, *weights, make.normal(num_tokens, width), *norm, EPS, make.dropout(probability)

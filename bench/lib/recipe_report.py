@@ -97,7 +97,8 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
         if measure >= value:
             share = (value - before) / (measure - before)
             return math.exp(math.log(cost_before) + share * math.log(cost / cost_before)), ""
-        cost_before, before = cost, measure
+        cost_before = cost
+        before = measure
     return cost_before, "more than"
 
 
@@ -112,7 +113,8 @@ def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
         tokens = "untrained" if is_untrained else f"{results[0]['tokens'] / 1e6:.1f} M"
         scores = [statistics.mean(100 * each["tasks"][task] for each in results) for task in TASKS]
         means = [score(each) for each in results]
-        mean, spread = statistics.mean(means), f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
+        mean = statistics.mean(means)
+        spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
         rows.append((is_untrained, -mean, [name, tokens, *(f"{each:.1f}" for each in scores), f"{mean:.1f}{spread}"]))
     return markdown(["", "tokens", *TASKS.values(), "mean"], [row for *_, row in sorted(rows)])
 

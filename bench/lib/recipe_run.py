@@ -31,7 +31,10 @@ from electra_fast.training.corruptor import UNIGRAM_LENGTH, Corruptor
 from lib import recipe_trainer
 from lib.rotary_bert import use_rotary_positions
 
-RUN, CONFIG, RESULT, SECONDS = "run.json", "config.toml", "result.json", "seconds.txt"
+RUN = "run.json"
+CONFIG = "config.toml"
+RESULT = "result.json"
+SECONDS = "seconds.txt"
 EVAL_ROWS = 64
 """Rows per batch of an evaluation."""
 PATCHES = {"rotary-positions": use_rotary_positions}
@@ -59,7 +62,9 @@ def load_corruptor(source: str | Path, corpus: str | Path) -> Corruptor | Replac
 
 def do(folder: Path) -> dict[str, Any]:
     job = json.loads((folder / RUN).read_text())
-    config, num_steps, run = ef.Config.load(folder / CONFIG), job["num_steps"], folder / "run"
+    config = ef.Config.load(folder / CONFIG)
+    num_steps = job["num_steps"]
+    run = folder / "run"
     loaded = {source: load_corruptor(source, job["validation"]) for source in job["corruptors"].values()}
     evaluation._corruptor = lambda source, *_: loaded[str(source)]  # a corruptor keeps its own encoder
     for name in job["patches"]:

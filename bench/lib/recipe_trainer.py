@@ -31,7 +31,8 @@ def make_model(name: str, config: ef.Config, tokenizer: Any) -> Any:
     import transformers
 
     transformers.set_seed(config.train.seed)
-    shape, cls = config.model, getattr(transformers, name)
+    shape = config.model
+    cls = getattr(transformers, name)
     special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "cls", "sep")}
     if name == "ModernBertForMaskedLM":
         special |= {"bos_token_id": special["cls_token_id"], "eos_token_id": special["sep_token_id"]}

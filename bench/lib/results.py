@@ -62,7 +62,8 @@ class Results:
     def __init__(self, path: Path | None, device: torch.device, card: str | None = None) -> None:
         import torch
 
-        self.path, self.num_wrong = path, 0
+        self.path = path
+        self.num_wrong = 0
         is_cuda = device.type == "cuda"
         self.facts = {
             "card": card or (torch.cuda.get_device_name(device) if is_cuda else DRY_RUN),

@@ -25,7 +25,9 @@ class _RotaryBertLayer(model.BertLayer):
     ) -> Tensor:
         assert rotary is not None
         q, k, v = self.qkv(x_TD).view(x_TD.shape[0], 3, self.num_heads, -1).unbind(1)
-        q, k, dropped = ops.rotate(q, *rotary), ops.rotate(k, *rotary), self.attention_dropout * self.training
+        q = ops.rotate(q, *rotary)
+        k = ops.rotate(k, *rotary)
+        dropped = self.attention_dropout * self.training
         if queries is None:
             mixed = attend(q, k, v, mask, dropped)
         else:
@@ -73,4 +75,6 @@ class _OnePositionEmbeddings(model.Embeddings):
 
 def use_rotary_positions() -> None:
     """Replaces learned positions in the published encoder by rotary ones, for models made from now on."""
-    model.BertLayer, model.Encoder, model.Embeddings = _RotaryBertLayer, _RotaryEncoder, _OnePositionEmbeddings
+    model.BertLayer = _RotaryBertLayer
+    model.Encoder = _RotaryEncoder
+    model.Embeddings = _OnePositionEmbeddings

@@ -97,7 +97,8 @@ def main() -> None:
         return quantize(folder, last)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(last)])
-    out, sys.stdout = sys.stdout, sys.stderr
+    out = sys.stdout
+    sys.stdout = sys.stderr
     predict = load(contender, folder, int(last))
     predict(["a fine film"])
     print(json.dumps({"mib": resident_mib()}), file=out, flush=True)

@@ -83,6 +83,7 @@ def as_chosen(step: TrainStep) -> AbstractContextManager[None]:
 def label(config: ef.Config, text: str) -> str:
     """A title such as `google small@128, 131072 tokens per step, without dropout`."""
     preset, _, recipe = (*text.split(":"), "", "")[:3]
-    length, dropout = config.data.sequence_length, config.model.dropout
+    length = config.data.sequence_length
+    dropout = config.model.dropout
     title = f"{recipe or DEFAULT_RECIPE} {preset}@{length}, {config.train.batch_size * length} tokens per step"
     return f"{title}, {f'dropout {dropout}' if dropout else 'without dropout'}"

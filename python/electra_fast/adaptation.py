@@ -53,12 +53,14 @@ from electra_fast.training.run import exclusive
 
 RECORD = "adaptation.json"
 """File in the run's folder: what was asked for, and what was chosen."""
-BEFORE, AFTER = "before", "after-step-{}"
+BEFORE = "before"
+AFTER = "after-step-{}"
 """Folders of the fine-tunings; a run may be trained further, and is then fine-tuned again."""
 OBJECTIVES = ("mlm", "electra")
 # English in a vocabulary of its own has 1.1 to 1.5 tokens per word, technical text up to 2.
 MOST_PER_WORD = 2.5
-SAMPLE_DOCUMENTS, SAMPLE_TOKENS = 100, 500
+SAMPLE_DOCUMENTS = 100
+SAMPLE_TOKENS = 500
 # Larger corpora are not searched for the texts that the task is scored on.
 MOST_SEARCHED = 1 << 24
 
@@ -144,7 +146,8 @@ class _Start:
         """Completes the choices by what is known of the text; `share` is that of general text."""
         per_word = corpus.coverage().tokens_per_word
         words = "" if per_word is None else f", {per_word:.2f} tokens per word"
-        steps, passes = config.train.steps, config.train.steps * _passes_per_step(config, share, corpus)
+        steps = config.train.steps
+        passes = config.train.steps * _passes_per_step(config, share, corpus)
         lines = [
             f"text: {corpus.num_tokens:,} tokens in {len(corpus):,} documents{words}",
             *choices,
@@ -252,7 +255,8 @@ def adapt(
             say(f"{folder}: fine-tunes {what}, with {seeds} {'seed' if seeds == 1 else 'seeds'}")
             options = {"task": task, "seeds": seeds, "device": device, "overrides": tuning, **data}
             ((task_name, found),) = finetune(encoder, out=folder, **options).items()
-            metric, scores[name] = found.metric, [run[found.metric] for run in found.runs]
+            metric = found.metric
+            scores[name] = [run[found.metric] for run in found.runs]
             # Measured before, so that both are computed alike.
             tuning["finetune.precision"] = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
 
@@ -281,7 +285,8 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     given, _, is_trained = _sorted(options.pop("overrides"))
     names = ("generator", "holdout", "general", "vocab", "trim")
     asked = _asked(given, model, **{name: options.pop(name) for name in names})
-    task, seeds = options.pop("task"), options.pop("seeds")
+    task = options.pop("task")
+    seeds = options.pop("seeds")
     columns = {"train": "task_data", "dev": "dev", "text": "task_text", "label": "label"}
     data = {name: options.pop(option) for name, option in columns.items()}
     dev_split = _read_dev(task, data)
@@ -356,7 +361,8 @@ def _start(
     dev_split: Split | None,
 ) -> _Start:
     """Prepares the text and makes the run, or finds both; prints what is unwise."""
-    source, is_made = Path(asked.model), (out / "config.toml").exists()
+    source = Path(asked.model)
+    is_made = (out / "config.toml").exists()
     if not is_made:
         kind = kind_of(source)
         if asked.objective == "electra" and kind != "pair" and not asked.generator:
@@ -370,7 +376,8 @@ def _start(
     _warn(corpus, dev_split)
     if not is_made:
         _make_run(out, asked, electra, why, tokenizer, corpus, overrides)
-    record, config = read_object(out / RECORD), Config.load(out / "config.toml").override(overrides)
+    record = read_object(out / RECORD)
+    config = Config.load(out / "config.toml").override(overrides)
     return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
 
 
@@ -383,7 +390,8 @@ def _tokenizer(out: Path, asked: _Asked, own: Path, inputs: Any, reading: Mappin
     replace_file(out / RECORD, json_text({"asked": vars(asked)}))
     tokenizer = Path(asked.vocab) if asked.vocab else own
     if asked.trim:
-        source, tokenizer = tokenizer, out / "trimmed"
+        source = tokenizer
+        tokenizer = out / "trimmed"
         if record.get("asked") != vars(asked):
             remove(tokenizer)
         if isinstance(inputs, Iterator):

@@ -139,7 +139,8 @@ class Card:
 
 @functools.cache
 def card_of(device: torch.device) -> Card:
-    properties, is_rocm = torch.cuda.get_device_properties(device), torch.version.hip is not None
+    properties = torch.cuda.get_device_properties(device)
+    is_rocm = torch.version.hip is not None
     return Card(
         torch.cuda.get_device_name(device),
         torch.cuda.get_device_capability(device),

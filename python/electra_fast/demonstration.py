@@ -58,7 +58,8 @@ class DemoResult(Result):
     def write(self, console: Console) -> None:
         """Prints it in colors, if the console has any."""
         show_verdicts(console, self.rows)
-        metrics, replaced = self.metrics, float(self.metrics["replaced_fraction"] or 0)
+        metrics = self.metrics
+        replaced = float(self.metrics["replaced_fraction"] or 0)
         console.print(
             f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
             f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
@@ -82,7 +83,10 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    corpus, words, shards, run = out / "corpus.jsonl", out / "vocab.txt", out / "shards", out / "run"
+    corpus = out / "corpus.jsonl"
+    words = out / "vocab.txt"
+    shards = out / "shards"
+    run = out / "run"
     if not corpus.exists():
         _write_corpus(corpus)
     if not words.exists():
@@ -155,7 +159,8 @@ def draw(picture: Path, rows: Sequence[Sequence[Word]], run: Path) -> None:
     """Draws rows of words in the colors of their verdicts above the curves of the run, as a PNG file."""
     figure = Figure(figsize=(9.4, 4.6), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=(7, 9))
-    top, bottom = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
+    top = figure.add_subfigure(grid[0])
+    bottom = figure.add_subfigure(grid[1])
     plot_curves(bottom, run)
     legend = [
         Word("called original", "", False, 0.0),
@@ -166,15 +171,18 @@ def draw(picture: Path, rows: Sequence[Sequence[Word]], run: Path) -> None:
     colors = {"original": GREEN, "doubtful": AMBER, "replaced": ORANGE}
     line = 0.0
     for words in (legend, *rows):
-        line, column = line + 1.3, 0
+        line = line + 1.3
+        column = 0
         for word in words:
             texts = [(word.text, colors[word.verdict])]
             texts += [(f"[{word.original}]", GREY)] if word.is_replaced else []
             for text, color in texts:
                 if column + len(text) > COLUMNS:
-                    line, column = line + 1, 0
+                    line = line + 1
+                    column = 0
                 font = FontProperties(family="DejaVu Sans Mono", size=9, weight="bold" if color == ORANGE else "normal")
-                x, y = 0.02 + column * 0.96 / COLUMNS, 1.05 - 0.11 * line
+                x = 0.02 + column * 0.96 / COLUMNS
+                y = 1.05 - 0.11 * line
                 top.text(x, y, text, color=color, fontproperties=font, parse_math=False)
                 column += len(text) + 1
     figure.savefig(picture, dpi=110)

@@ -67,4 +67,5 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, signal: int, message: str = "", *, is_reported: bool = False) -> None:
         super().__init__(message)
-        self.signal, self.is_reported = signal, is_reported
+        self.signal = signal
+        self.is_reported = is_reported

@@ -50,7 +50,8 @@ def is_quiet() -> bool:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Within it, this process and those that it starts are quiet."""
-    before, os.environ[QUIET] = os.environ.get(QUIET), "1"
+    before = os.environ.get(QUIET)
+    os.environ[QUIET] = "1"
     try:
         yield
     finally:

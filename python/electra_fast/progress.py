@@ -182,7 +182,8 @@ class TrainingProgress(_WorkProgress):
 
     def __init__(self, first_step: int, num_steps: int, *, shown: bool = True) -> None:
         super().__init__("pretrain", MofNCompleteColumn, num_steps, first_step, shown=shown)
-        self._first_step, self._num_steps = first_step, num_steps
+        self._first_step = first_step
+        self._num_steps = num_steps
         self._auc: float | None = None
         self._record: Mapping[str, Any] | None = None
 
@@ -214,7 +215,9 @@ class _TokenProgress(_WorkProgress):
     def __init__(self, name: str, num_tokens: int, *, shown: bool = True, unit: str = "tok") -> None:
         super().__init__(name, TaskProgressColumn, num_tokens, 0, shown=shown)
         self._unit = unit
-        self._num_tokens, self._done, self._skipped = num_tokens, 0, 0
+        self._num_tokens = num_tokens
+        self._done = 0
+        self._skipped = 0
 
     def _show(self, *status: str) -> None:
         """Shows the parts of a status, most important first, with the speed behind the first."""

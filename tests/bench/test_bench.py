@@ -110,7 +110,8 @@ def test_a_script_alone(tmp_path):
 @pytest.mark.slow
 def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
     """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
-    results, package = tmp_path / "results.jsonl", Path(electra_fast.__file__).parent.parent
+    results = tmp_path / "results.jsonl"
+    package = Path(electra_fast.__file__).parent.parent
     command = [sys.executable, str(BENCH / "cpu_step.py"), "--shapes", "tiny:8", "--recipes", "google", "--quick"]
     command += ["--only", "electra-fast, eager", "--against", str(package), "--results", str(results)]
     done = subprocess.run([*command, "--cache", str(tmp_path)], capture_output=True, text=True, timeout=120)
@@ -144,7 +145,8 @@ def test_the_operators_of_a_step_are_counted_without_a_gpu():
     few, more = (step_counts.count_step(config.override({"model.num_layers": str(n)}), "short")[0] for n in (2, 4))
     added = more.launches - few.launches
     assert added["short_attention"] == added["short_attention_backward"] == 2
-    num_tokens, num_heads = 8 * 128, config.model.num_heads
+    num_tokens = 8 * 128
+    num_heads = config.model.num_heads
     products = 2 * num_tokens * (3 + 1) * config.model.hidden_size
     others = 4 * num_tokens * (1 + config.model.hidden_size // num_heads + num_heads)  # ids, angles and statistics
     assert more.bytes["short_attention"] - few.bytes["short_attention"] == 2 * (products + others)

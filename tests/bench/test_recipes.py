@@ -190,10 +190,13 @@ def test_rotary_positions_in_the_published_encoder_are_relative(monkeypatch):
     for name in ("BertLayer", "Encoder", "Embeddings"):
         monkeypatch.setattr(model, name, getattr(model, name))
     config = ef.Config.preset("tiny", "google").override({"model.vocab_size": "64", "model.dropout": "0"})
-    ids, positions, mask = torch.arange(5, 21), torch.arange(16), AttentionMask.padded(1, 16, None, 0)
+    ids = torch.arange(5, 21)
+    positions = torch.arange(16)
+    mask = AttentionMask.padded(1, 16, None, 0)
     learned = model.Electra(config).eval()
     use_rotary_positions()
-    rotary, none = model.Electra(config).eval(), Dropout(0.0, None, 0)
+    rotary = model.Electra(config).eval()
+    none = Dropout(0.0, None, 0)
 
     @torch.no_grad()
     def states(network, at, queries=None):

@@ -39,13 +39,15 @@ def as_table(values: dict[str, object]) -> dict[str, dict[str, object]]:
 @pytest.mark.parametrize("name", TABLE)
 def test_presets_have_the_published_sizes(name: str) -> None:
     config = Config.preset(name, "google")
-    model, small = config.model, config.generator_shape()
+    model = config.model
+    small = config.generator_shape()
     sizes, generator, training = TABLE[name]
     found = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.embedding_size)
     assert found == sizes
     assert (small.hidden_size, small.intermediate_size, small.num_heads) == generator
     assert (small.num_layers, small.embedding_size) == (model.num_layers, model.embedding_size)
-    train, rate = config.train, config.optimizer.learning_rate
+    train = config.train
+    rate = config.optimizer.learning_rate
     assert (config.data.sequence_length, train.batch_size, rate, train.steps) == training
     assert config.optimizer.num_warmup_steps(config.train.steps) == 10_000
     assert (config.objective.gen_weight, config.objective.disc_weight) == (1.0, 50.0)
@@ -54,7 +56,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_modern_encoders_cost_what_the_published_ones_do(name: str) -> None:
     """GeGLU's width makes up for its third matrix, and every matrix of discriminator and generator has whole tiles."""
-    google, modern = Config.preset(name, "google"), Config.preset(name, "modern")
+    google = Config.preset(name, "google")
+    modern = Config.preset(name, "modern")
     costs = [flops_per_token(config.with_objective("mlm"), of_all_tokens=True).generator for config in (google, modern)]
     assert costs[1] == pytest.approx(costs[0], rel=0.03)
     tile = 8 if name == "tiny" else 16
@@ -66,7 +69,8 @@ def test_modern_encoders_cost_what_the_published_ones_do(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["paper", "google", "modern"])
 def test_mini_is_a_third_of_small(recipe: str) -> None:
-    mini, small = Config.preset("mini", recipe), Config.preset("small", recipe)
+    mini = Config.preset("mini", recipe)
+    small = Config.preset("small", recipe)
     train = ("batch_size", "steps", "log_every", "eval_every", "checkpoint_every")
     assert mini.differences(small).keys() == {"model.num_layers", *(f"train.{name}" for name in train)}
     assert mini.train.batch_size * mini.data.sequence_length == 4096
@@ -74,7 +78,8 @@ def test_mini_is_a_third_of_small(recipe: str) -> None:
 
 
 def test_recipes_differ_where_the_sources_do() -> None:
-    paper, google = Config.preset("large", "paper"), Config.preset("large", "google")
+    paper = Config.preset("large", "paper")
+    google = Config.preset("large", "google")
     assert (paper.data.mask_prob, google.data.mask_prob) == (0.15, 0.25)
     assert (paper.optimizer.name, google.optimizer.name) == ("lamb", "adamw")
     assert (paper.optimizer.bias_correction, google.optimizer.bias_correction) == (True, False)
@@ -98,8 +103,10 @@ def random_text(rng: random.Random) -> str:
 
 def random_value(rng: random.Random, configuration: type[Configuration], name: str) -> object:
     """A value that a key's declaration allows."""
-    default, bounds = configuration().value(name), configuration._fields()[name].metadata
-    low, high = max(-1e9, bounds["low"]), min(1e9, bounds["high"])
+    default = configuration().value(name)
+    bounds = configuration._fields()[name].metadata
+    low = max(-1e9, bounds["low"])
+    high = min(1e9, bounds["high"])
     if bounds["takes_several"]:
         names = [random_text(rng) for _ in range(rng.randint(1, 3))]
         return rng.choice([names[0], names, {each: rng.choice([3, 1e-7, 1e22, 0.1]) for each in names}])
@@ -114,7 +121,8 @@ def random_value(rng: random.Random, configuration: type[Configuration], name: s
 
 @pytest.mark.parametrize("configuration", [Config, FinetuningConfig])
 def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Configuration]) -> None:
-    rng, changed = random.Random(13), set()
+    rng = random.Random(13)
+    changed = set()
     for name in configuration.key_names() * 12:
         value = random_value(rng, configuration, name)
         try:
@@ -234,7 +242,8 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
 def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
     recipe: str, name: str, tmp_path: Path
 ) -> None:
-    config, plain = Config.preset("mini", recipe, name), Config.preset("mini", recipe)
+    config = Config.preset("mini", recipe, name)
+    plain = Config.preset("mini", recipe)
     needs = OBJECTIVE_SPECS[name].needs
     assert plain.differences(config).keys() <= {"objective.name", *needs} and config.objective.name == name
     text = f'preset = "mini"\nrecipe = "{recipe}"\n'

@@ -145,7 +145,8 @@ def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
 
 def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_path):
     run(text, "out")
-    changed, size = text / "2.txt", (text / "2.txt").stat().st_size
+    changed = text / "2.txt"
+    size = (text / "2.txt").stat().st_size
     for other in (size - 1, size + 1):
         os.truncate(changed, other)
         with pytest.raises(InputError, match=r"2\.txt: has changed since"):

@@ -77,7 +77,8 @@ def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(voc
     saved.enable_padding(length=9)
     saved.save(str(tmp_path / "tokenizer.json"))
     texts = ODD + random_texts(100)
-    from_json, from_vocab = Tokenizer(tmp_path / "tokenizer.json"), Tokenizer(vocab, cased=False)
+    from_json = Tokenizer(tmp_path / "tokenizer.json")
+    from_vocab = Tokenizer(vocab, cased=False)
     pairs = zip(from_json.encode_batch(texts), from_vocab.encode_batch(texts), strict=True)
     assert all(a.tolist() == b.tolist() for a, b in pairs)
     with pytest.raises(ValueError, match="cased and strip_accents belong to vocab.txt"):
@@ -110,7 +111,8 @@ def other_rules():
     ("reason", "change"), [*other_rules()], ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_other_rules_go_to_the_crate_and_prepare_says_so(vocab, tmp_path, capfd, reason, change):
-    saved, text = oracle(lowercase=True), "the tokens shard the ﬁrst maskable café"
+    saved = oracle(lowercase=True)
+    text = "the tokens shard the ﬁrst maskable café"
     saved.add_special_tokens(SPECIAL)
     saved.save(str(tmp_path / "fast.json"))
     change(saved)
@@ -177,7 +179,8 @@ def test_every_format_gives_the_same_corpus(vocab, tmp_path, name, compression):
     path.write_bytes(COMPRESS[compression](FORMATS[name]()))
     prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
     prepare(iter(DOCUMENTS), vocab=vocab, out=tmp_path / "plain", progress=False)
-    documents, tokens = len(DOCUMENTS), Corpus(tmp_path / "plain").num_tokens
+    documents = len(DOCUMENTS)
+    tokens = Corpus(tmp_path / "plain").num_tokens
     assert f": {documents} documents, {tokens:,} tokens, {len(VOCAB)} entries" in repr(Corpus(tmp_path / "plain"))
     corpus = Corpus(tmp_path / "out")
     assert corpus.content_hash == Corpus(tmp_path / "plain").content_hash
@@ -215,7 +218,8 @@ def test_files_do_not_run_into_each_other(vocab, tmp_path):
     for already in (False, True):  # the second time, the folder contains the corpus too
         report = prepare([folder], vocab=vocab, out=folder / "deep/out", progress=False)
         assert report.already_complete == already
-    tokenizer, corpus = Tokenizer(vocab), Corpus(folder / "deep/out")
+    tokenizer = Tokenizer(vocab)
+    corpus = Corpus(folder / "deep/out")
     assert [tokenizer.decode(ids) for ids in corpus] == ["the", "token", "shard"]
 
 

@@ -39,7 +39,9 @@ CHANGES = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
     change, message = CHANGES[how]
-    path, out, calls = tmp_path / "a.txt", tmp_path / "out", []
+    path = tmp_path / "a.txt"
+    out = tmp_path / "out"
+    calls = []
     path.write_text("w1 w2\n" + FILLER * 12)
 
     def once(*_):  # the reader is a few MiB ahead of this call, not twelve
@@ -74,7 +76,8 @@ assert prepare([text], vocab=vocab, out=corpus, progress=False).already_complete
 @pytest.mark.process
 def test_a_read_only_folder(vocab, tmp_path):
     (tmp_path / "a.txt").write_text("w1")
-    folder, corpus = tmp_path / "folder", tmp_path / "corpus"
+    folder = tmp_path / "folder"
+    corpus = tmp_path / "corpus"
     folder.mkdir()
     prepare([tmp_path / "a.txt"], vocab=vocab, out=corpus, progress=False)
     before = contents(corpus)

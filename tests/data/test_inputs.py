@@ -66,7 +66,8 @@ def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path
     saved = save(tmp_path / "in/saved", TEXTS)
     (saved / "data-00001-of-00002.arrow").unlink()
     splits = save_splits(tmp_path / "splits", a=["w1"], b=["w2"])
-    broken, indexed = save(tmp_path / "broken", TEXTS), save(tmp_path / "indexed", TEXTS)
+    broken = save(tmp_path / "broken", TEXTS)
+    indexed = save(tmp_path / "indexed", TEXTS)
     (broken / "state.json").write_text('{"_data_files": 3}')
     (indexed / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}')
     lost = r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"
@@ -168,7 +169,8 @@ NESTED = [{"review": {"body": text, "by": {"name": "w1"}}, "n": 1} for text in T
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow", "a.feather", "memory"])
 def test_dots_lead_into_objects_and_structs(vocab, tmp_path, name):
-    path, table = tmp_path / name, pa.Table.from_pylist(NESTED)
+    path = tmp_path / name
+    table = pa.Table.from_pylist(NESTED)
     if path.suffix == ".parquet":
         pq.write_table(table, path)
     elif path.suffix in (".arrow", ".feather"):
@@ -254,7 +256,8 @@ def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
 
 
 def test_several_columns_are_joined_by_line_ends_and_nulls_counted_wherever_they_are(vocab, tmp_path):
-    titles, bodies = ["w1", None, "w2", None], ["w3 w4", "w5", None, None]
+    titles = ["w1", None, "w2", None]
+    bodies = ["w3 w4", "w5", None, None]
     table = pa.table({"body": pa.array(bodies, pa.string_view()), "n": [1, 2, 3, 4], "title": titles})
     write_stream(tmp_path / "a.arrow", table)
     options = {"vocab": vocab, "progress": False}
@@ -280,7 +283,8 @@ def test_a_long_batch_of_a_dictionary_takes_no_longer(vocab, tmp_path):
 
 @pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pytest.param(pa.ipc.new_file, marks=pytest.mark.slow)])
 def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_writer):
-    whole, cut = tmp_path / "whole.arrow", tmp_path / "cut.arrow"
+    whole = tmp_path / "whole.arrow"
+    cut = tmp_path / "cut.arrow"
     write_stream(whole, pa.table({"text": TEXTS[:6]}), rows=2, open_writer=open_writer)
     data = whole.read_bytes()
     complete = data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8  # the end marker is followed by the file's index
@@ -298,7 +302,8 @@ def test_a_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, codec, open_
     """Each buffer begins with its decompressed length, which is trusted up to a bound."""
     array = pa.array(["w1 w2 " * 500])
     array = array.dictionary_encode() if is_dictionary else array
-    table, path = pa.table({"text": array}), tmp_path / "a.arrow"
+    table = pa.table({"text": array})
+    path = tmp_path / "a.arrow"
     with open_writer(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
         writer.write_table(table)
     assert prepare([path], vocab=vocab, out=tmp_path / "out", progress=False).num_documents == 1

@@ -100,7 +100,8 @@ def test_ranks_and_threads_share_the_global_batches(open_loader):
 
 
 def test_rows_of_a_batch_are_those_of_a_rank(open_loader):
-    whole, part = to_torch(next(open_loader())), to_torch(next(open_loader(rank=1, world_size=3)))
+    whole = to_torch(next(open_loader()))
+    part = to_torch(next(open_loader(rank=1, world_size=3)))
     found = rows_of(whole, range(23 // 3, 2 * 23 // 3))
     assert found.keys() == part.keys() and all(torch.equal(found[name], part[name]) for name in part)
 
@@ -175,7 +176,8 @@ def test_a_rank_needs_the_lanes_that_its_rows_come_from(folder_of_lanes):
 
 def test_tensors_have_their_shapes_and_share_memory(open_loader):
     batch = next(open_loader(masking="tokens"))
-    columns, tensors = pa.record_batch(batch), to_torch(batch)
+    columns = pa.record_batch(batch)
+    tensors = to_torch(batch)
     slots = math.ceil(0.15 * LENGTH)
     for name in ("input_ids", "token_type_ids", "position_ids", "segment_ids"):
         assert tensors[name].shape == (23, LENGTH)
@@ -189,14 +191,16 @@ def test_tensors_have_their_shapes_and_share_memory(open_loader):
 
 def test_any_record_batch_gives_the_same_tensors(open_loader):
     for batch in open_loader(epochs=1):
-        tensors, columns = to_torch(batch), pa.record_batch(batch)
+        tensors = to_torch(batch)
+        columns = pa.record_batch(batch)
         from_columns = to_torch(columns)
         assert list(tensors) == list(from_columns)
         for name, tensor in tensors.items():
             assert tensor.dtype == from_columns[name].dtype
             assert torch.equal(tensor, from_columns[name]), name
         for row in range(batch.num_rows):
-            part, expected = to_torch(columns.slice(row, 1)), rows_of(tensors, range(row, row + 1))
+            part = to_torch(columns.slice(row, 1))
+            expected = rows_of(tensors, range(row, row + 1))
             assert all(torch.equal(part[name], expected[name]) for name in expected)
 
 

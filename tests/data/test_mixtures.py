@@ -128,7 +128,8 @@ class TestLoader:
 class TestMixture:
     def test_token_counts_are_those_expected(self, folders, mixed):
         wiki, books = (ef.Corpus(folders / name) for name in ("wiki", "books"))
-        found, total = Mixture(mixed).token_counts(), wiki.num_tokens + books.num_tokens
+        found = Mixture(mixed).token_counts()
+        total = wiki.num_tokens + books.num_tokens
         frequencies = 0.7 * wiki.token_counts() / wiki.num_tokens + 0.3 * books.token_counts() / books.num_tokens
         np.testing.assert_allclose(found, frequencies * total, rtol=1e-12)
         both = Mixture([wiki.path, books.path]).token_counts()
@@ -140,7 +141,8 @@ class TestMixture:
         parts = [ef.Corpus(folders / name).holdout for name in ("wiki", "books")]
         assert Mixture([folders / name for name in ("wiki", "news", "books")]).holdout == parts
         assert Mixture(folders / "news").holdout is None and Mixture(folders / "wiki").holdout == parts[0]
-        data, out = [folders / name for name in ("wiki", "books", "news")], tmp_path / "run"
+        data = [folders / name for name in ("wiki", "books", "news")]
+        out = tmp_path / "run"
         pretrain(data, config=tiny_config(**{"train.steps": "1", "data.packing": "best-fit"}), out=out)
         expected = [BatchLoader(part, **OPTIONS).num_rows for part in parts]
         assert evaluate(out, data, mlm_examples=3)["rows"] == sum(expected)
@@ -173,7 +175,8 @@ class TestTraining:
     def test_other_weights_need_permission_and_keep_the_order_of_each_corpus(self, whole, folders, tmp_path, capsys):
         run = shutil.copytree(whole, tmp_path / "run")
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
-        data, longer = {str(folders / "wiki"): 1, str(folders / "books"): 1}, tiny_config(**{"train.steps": "28"})
+        data = {str(folders / "wiki"): 1, str(folders / "books"): 1}
+        longer = tiny_config(**{"train.steps": "28"})
         message = r"trained on the corpus with content hash .*:7 .*:3, and .*:1 .*:1; leave"
         with pytest.raises(ValueError, match=message):
             pretrain(data, config=longer, out=run)

@@ -70,7 +70,8 @@ def batches(corpus, **options):
 
 @pytest.mark.process
 def test_a_corpus_in_a_bucket_is_the_one_on_disk(local, remote):
-    ours, theirs = ef.Corpus(local), ef.Corpus(remote)
+    ours = ef.Corpus(local)
+    theirs = ef.Corpus(remote)
     assert (len(ours), ours.num_tokens, ours.content_hash) == (len(theirs), theirs.num_tokens, theirs.content_hash)
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert np.array_equal(ours.token_counts(), theirs.token_counts())

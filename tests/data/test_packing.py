@@ -16,7 +16,8 @@ from electra_fast.data.loader import BatchLoader, to_torch
 from electra_fast.data.prepare_report import contents
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-CLS, SEP = 2, 3
+CLS = 2
+SEP = 3
 NUM_TOKENS = 60_000
 
 
@@ -36,7 +37,8 @@ class PublishedBuilder:
     """Builds examples from lines by the rules of the published code, for one file of documents."""
 
     def __init__(self, max_length, rng):
-        self.max_length, self.rng = max_length, rng
+        self.max_length = max_length
+        self.rng = rng
         self.target_length = max_length
         self.lines = []
 
@@ -73,7 +75,9 @@ class PublishedBuilder:
 @pytest.fixture(scope="module")
 def documents():
     """Documents with lines of 1 to 300 tokens, some blank; ids are unique, so a token identifies its position."""
-    rng, ids, documents = random.Random(4), itertools.count(len(SPECIAL_TOKENS)), []
+    rng = random.Random(4)
+    ids = itertools.count(len(SPECIAL_TOKENS))
+    documents = []
     while sum(map(len, itertools.chain(*documents))) < NUM_TOKENS:
         lengths = [min(1 + int(rng.lognormvariate(2.6, 1.1)), 300) for _ in range(1 + int(rng.expovariate(1 / 12)))]
         lengths = [7, *(0 if rng.random() < 0.1 else length for length in lengths), 3]
@@ -108,7 +112,8 @@ def read(loader):
     for batch in loader:
         tensors = to_torch(batch)
         rows, length = tensors["input_ids"].shape
-        ids, used = tensors["input_ids"].clone(), tensors["masked_weights"] > 0
+        ids = tensors["input_ids"].clone()
+        used = tensors["masked_weights"] > 0
         row = torch.arange(rows)[:, None].expand_as(used)
         ids[row[used], tensors["masked_positions"][used].long()] = tensors["masked_ids"][used]
         expected = []
@@ -119,7 +124,8 @@ def read(loader):
             assert not any(tokens[seps[-1] + 1 :])  # padding
             assert example.first and (example.second or len(seps) == 1)
             examples.append(example)
-            used_places, first = example.length, len(example.first) + 2
+            used_places = example.length
+            first = len(example.first) + 2
             padding = [0] * (length - used_places)
             types = [0] * first + [1] * (used_places - first) + padding
             expected.append((types, [*range(used_places), *padding], [1] * used_places + padding))
@@ -153,14 +159,16 @@ def test_statistics_are_those_of_the_rules(open_loader, documents):
         statistics_of(list(PublishedBuilder(length, random.Random(seed)).examples(documents))) for seed in seeds
     ]
     for name in measured[0]:
-        a, b = [each[name] for each in measured], [each[name] for each in published]
+        a = [each[name] for each in measured]
+        b = [each[name] for each in published]
         error = ((statistics.variance(a) + statistics.variance(b)) / len(seeds)) ** 0.5
         assert abs(statistics.mean(a) - statistics.mean(b)) < 4 * error, (name, statistics.mean(a), statistics.mean(b))
         assert 0.5 < statistics.stdev(a) / statistics.stdev(b) < 2, name
 
 
 def test_contents_are_what_batches_hold(open_loader, corpus, documents):
-    examples, kept = read(open_loader()), contents(corpus, "examples", 64, seed=5)
+    examples = read(open_loader())
+    kept = contents(corpus, "examples", 64, seed=5)
     assert kept.rows == len(examples)
     assert kept.tokens == sum(len(example.first) + len(example.second) for example in examples)
     assert kept.fill == pytest.approx(sum(example.length for example in examples) / len(examples) / 64)
@@ -171,8 +179,10 @@ def test_contents_are_what_batches_hold(open_loader, corpus, documents):
 
 def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(open_loader):
     size = open_loader().num_rows
-    loader, resumed = open_loader(epochs=2, batch_size=size), open_loader(num_threads=2, epochs=2)
-    first, state = next(loader), loader.state()
+    loader = open_loader(epochs=2, batch_size=size)
+    resumed = open_loader(num_threads=2, epochs=2)
+    first = next(loader)
+    state = loader.state()
     rest = list(loader)
     resumed.restore(state)
     assert digest(list(resumed)) == digest(rest)

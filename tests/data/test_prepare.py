@@ -33,7 +33,8 @@ PADDING = "\n" * (4 << 20)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A folder of files of one input group each, with 60 documents per file."""
-    folder, rng = tmp_path_factory.mktemp("text"), random.Random(5)
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(5)
     for number in range(GROUPS):
         documents = [" ".join(f"w{rng.randrange(500)}" for _ in range(rng.randint(1, 900))) for _ in range(60)]
         (folder / f"{number}.txt").write_text("\n\n".join(documents) + PADDING)
@@ -78,7 +79,8 @@ def test_small_files_give_the_same_bytes_as_ever(vocab, tmp_path):
 
 def test_unfinished_work_of_an_older_release_is_resumed(vocab, tmp_path):
     """As a killed process of the release before there were text versions has left it on another machine."""
-    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path = tmp_path / "a.txt"
+    out = tmp_path / "out"
     path.write_text("\n\n".join(f"w{n} w{n % 7}" for n in range(60)))
     os.utime(path, ns=(1_700_000_000_000_000_000,) * 2)
     with zipfile.ZipFile(Path(__file__).parents[1] / "golden/unfinished.zip") as unfinished:
@@ -120,7 +122,8 @@ def test_partitions_of_several_machines_make_one_corpus(text, vocab, whole, tmp_
 
 def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out")
-    total, lines = report.num_tokens, str(report).splitlines()
+    total = report.num_tokens
+    lines = str(report).splitlines()
     assert f"packing best-fit: in rows of 128 keeps {total:,} tokens and drops 0, fill 9" in lines[-2]
     # Every document is one line, truncated to a row of at most two segments.
     dropped = total - sum(min(len(ids), 512 - 2) for ids in Corpus(tmp_path / "out"))
@@ -151,7 +154,8 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=F
 @pytest.mark.slow
 def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
     """Each input group has more tokens than those before, so a limit on file sizes kills the run in a certain one."""
-    text, out = tmp_path / "text", tmp_path / "out"
+    text = tmp_path / "text"
+    out = tmp_path / "out"
     text.mkdir()
     for group in range(GROUPS):
         (text / f"{group}.txt").write_text("\n\n".join(["w1 w2 w3 " * 3000] * (group + 1)) + PADDING)
@@ -244,7 +248,9 @@ def test_a_run_that_is_alive_keeps_its_folder_and_a_killed_one_frees_it(vocab, t
 
 def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
     prepare([text], vocab=vocab, out=tmp_path / "out", progress=False)
-    everything, train, validation = ids_of(tmp_path / "out"), ids_of(whole), ids_of(Corpus(whole).holdout)
+    everything = ids_of(tmp_path / "out")
+    train = ids_of(whole)
+    validation = ids_of(Corpus(whole).holdout)
     assert sorted(train + validation) == sorted(everything)
     assert 0.1 < len(validation) / len(everything) < 0.3
     in_order = iter(everything)

@@ -54,7 +54,8 @@ class Repeating(Executor):
     """Runs each task twice at the same time, as after a worker was taken for dead."""
 
     def __init__(self):
-        self.pool, self.again = ThreadPoolExecutor(4), []
+        self.pool = ThreadPoolExecutor(4)
+        self.again = []
 
     def submit(self, task, /, *arguments):
         self.again.append(self.pool.submit(task, *arguments))
@@ -71,7 +72,8 @@ class Immediate(Executor):
     """Runs tasks when they are submitted; `before` is called with the number of each."""
 
     def __init__(self, before=lambda task: None):
-        self.before, self.tasks = before, 0
+        self.before = before
+        self.tasks = 0
 
     def submit(self, task, /, *arguments):
         future = Future()
@@ -149,7 +151,8 @@ def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
         """A pool whose worker is killed at the third task."""
 
         def __init__(self):
-            self.pool, self.tasks = processes(1), 0
+            self.pool = processes(1)
+            self.tasks = 0
 
         def submit(self, task, /, *arguments):
             self.tasks += 1
@@ -179,7 +182,8 @@ def main():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_script_works_by_every_way_to_start_processes_if_it_is_guarded(text, vocab, tmp_path, method):
-    unguarded, guarded = tmp_path / "unguarded.py", tmp_path / "guarded.py"
+    unguarded = tmp_path / "unguarded.py"
+    guarded = tmp_path / "guarded.py"
     unguarded.write_text(SCRIPT + "main()")
     guarded.write_text(SCRIPT + "if __name__ == '__main__':\n    main()")
     command = [str(text), str(vocab), str(tmp_path / "out"), method]
@@ -262,7 +266,8 @@ def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, c
         """Dask's executor; kills a worker that is in the middle of a task."""
 
         def __init__(self, executor):
-            self.executor, self.submitted = executor, 0
+            self.executor = executor
+            self.submitted = 0
 
         def submit(self, task, /, *arguments):
             self.submitted += 1

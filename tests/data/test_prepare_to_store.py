@@ -139,7 +139,9 @@ STRAY = ["shard-000900-000.tokens", "parts/input-group-000900.counts", "parts/to
 @pytest.mark.parametrize("holdout", [0.0, 0.02])
 def test_only_what_prepare_writes_is_deleted_and_only_in_work_that_it_finishes(holdout, s3, vocab, text):
     """Names and states are those of a local folder: see the tests of `clean_up` in Rust."""
-    url, foreign, stray = f"s3://bucket/strays-{holdout}", [*FOREIGN], [*STRAY]
+    url = f"s3://bucket/strays-{holdout}"
+    foreign = [*FOREIGN]
+    stray = [*STRAY]
     # A user's own validation corpus, or what a killed attempt has left of ours.
     (stray if holdout else foreign).extend(f"holdout/shard-000900-000.{kind}" for kind in ("lines", "tokens"))
 

@@ -140,7 +140,8 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
 def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     opened = Corpus(corpus)
     tokenizer = Tokenizer.of(opened)
-    texts, text = ["w7 w8", "w9"] * 50, tmp_path / "text.txt"
+    texts = ["w7 w8", "w9"] * 50
+    text = tmp_path / "text.txt"
 
     def work():
         process = multiprocessing.current_process().name
@@ -154,7 +155,8 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
 
 
 def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_path):
-    opened, text = Corpus(corpus), tmp_path / "other.txt"
+    opened = Corpus(corpus)
+    text = tmp_path / "other.txt"
     loader = BatchLoader(corpus, sequence_length=64, batch_size=8)
     pickled = [pickle.dumps(value) for value in (opened, loader)]
     text.write_text("w7 w8 w9")

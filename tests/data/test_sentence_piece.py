@@ -110,7 +110,8 @@ def test_ids_are_those_of_sentence_piece(options, tmp_path):
     written = AutoTokenizer.from_pretrained(tmp_path / "b")
     assert written(TEXTS, add_special_tokens=False).input_ids == encoded(ours)
     assert ef.Tokenizer(tmp_path / "b").content_hash == ours.content_hash
-    first, second = theirs.encode("the shore"), theirs.encode("an old song")
+    first = theirs.encode("the shore")
+    second = theirs.encode("an old song")
     assert written("the shore", "an old song").input_ids == [1, *first, 2, *second, 2] and ours.pair_template == BERT
     assert written.decode(first) == ours.decode(first) == "the shore"
 

@@ -91,7 +91,8 @@ class TestCase:
         report = ef.vocab([text], out=tmp_path / "v/own.json", size=64, cased=True, progress=False)
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
         ef.vocab([text], out=tmp_path / "w/vocab.txt", size=64, cased=True, progress=False)
-        alone, other = Tokenizer(tmp_path / "v/own.json"), Tokenizer(tmp_path / "w/vocab.txt")
+        alone = Tokenizer(tmp_path / "v/own.json")
+        other = Tokenizer(tmp_path / "w/vocab.txt")
         assert alone.fast and alone.vocab_size == report.num_entries
         assert alone.content_hash == other.content_hash
         assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
@@ -170,7 +171,8 @@ def odd_tokenizer(request, tmp_path):
     characters = sorted({*"".join(ODD_TEXTS), *"".join(ODD_TEXTS).lower()} - {*"😀 \t\n语\u0302\x00"})
     pieces = [*characters, *(f"##{c}" for c in characters), "the", "caf", "##é", "café", "cafe", "strasse", "##ing"]
     vocab = write_vocab(tmp_path / "vocab.txt", *dict.fromkeys(pieces))
-    lowercase, strip = request.param != "cased", request.param == "uncased"
+    lowercase = request.param != "cased"
+    strip = request.param == "uncased"
     json_file = tmp_path / "tokenizer.json"
     json_file.write_text(Tokenizer(vocab, cased=not lowercase, strip_accents=strip).to_json(), encoding="utf-8")
     return json_file

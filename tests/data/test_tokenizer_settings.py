@@ -40,7 +40,8 @@ def texts(names, count=120):
 
 def check_ids(folder):
     """Compares ids with those of `transformers`, except where a name in the text gives one of the five there."""
-    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer(folder)
     special = ours.special_tokens
     assert [theirs.convert_ids_to_tokens(i) for i in special.values()] == [
         getattr(theirs, f"{role}_token") for role in special
@@ -189,14 +190,16 @@ MARKS = dict.fromkeys(KINDS, "##") | {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_vocabulary_marks_words_in_its_way(kind, tmp_path):
-    tokenizer, mark = Tokenizer(saved(kind, tmp_path / "a", False)), MARKS[kind]
+    tokenizer = Tokenizer(saved(kind, tmp_path / "a", False))
+    mark = MARKS[kind]
     starts = tokenizer.word_starts()
     if mark is None:
         assert starts is None
         return
     assert starts is not None and len(starts) == tokenizer.vocab_size and not all(starts)
     for number, begins in enumerate(starts):
-        entry, special = tokenizer.id_to_token(number), number in tokenizer.special_tokens.values()
+        entry = tokenizer.id_to_token(number)
+        special = number in tokenizer.special_tokens.values()
         assert begins == (special or entry.startswith(mark) == (mark != "##")), entry
 
 

@@ -28,7 +28,8 @@ TEMPLATE = processors.TemplateProcessing(
 
 def word_piece() -> Crate:
     crate = Crate(models.WordPiece(unk_token="<unk>"))
-    crate.normalizer, crate.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    crate.normalizer = normalizers.BertNormalizer()
+    crate.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     crate.train_from_iterator(LINES, trainers.WordPieceTrainer(vocab_size=400, special_tokens=NAMES))
     return crate
 
@@ -93,7 +94,8 @@ def test_text_of_kept_entries_has_its_old_tokens(model: Path, tmp_path: Path) ->
     old = [AutoTokenizer.from_pretrained(path) for path in (model, tmp_path / "out")]
     num_alike = 0
     for line in [*LINES, "NEW " + LINES[0], "ing ingthe", "ŋ" + LINES[1], ""]:
-        ids, trimmed = before.encode_batch([line])[0], after.encode_batch([line])[0]
+        ids = before.encode_batch([line])[0]
+        trimmed = after.encode_batch([line])[0]
         if np.isin(ids, kept_ids).all():
             num_alike += 1
             assert kept_ids[trimmed].tolist() == ids.tolist()
@@ -163,7 +165,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_trimmed_is_refused(model: Path, tmp_path: Path, words: str) -> None:
-    full, out = tmp_path / "full", tmp_path / "out"
+    full = tmp_path / "full"
+    out = tmp_path / "out"
     full.mkdir()
     (full / "empty.txt").write_text("\n")
     text = full / "text.txt"

@@ -27,11 +27,14 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, corpus):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.corpus, self.url = corpus, f"http://127.0.0.1:{self.server_port}"
+        self.corpus = corpus
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.modified = "Tue, 01 Jan 2030 00:00:00 GMT"
         self.released = threading.Event()
         # The process that gets Ctrl-C at a faulty request, which of them that is, and when it was.
-        self.interrupted, self.wanted, self.struck = os.getpid(), 0, 0.0
+        self.interrupted = os.getpid()
+        self.wanted = 0
+        self.struck = 0.0
         self.is_sound = False
 
     @contextlib.contextmanager
@@ -78,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         path = self.server.corpus / name
         if not path.is_file():
             return self.refuse(404)
-        data, times = path.read_bytes(), {"Last-Modified": self.server.modified}
+        data = path.read_bytes()
+        times = {"Last-Modified": self.server.modified}
         if "Range" not in self.headers:
             return self.answer(200, data, times)
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -182,10 +186,14 @@ class Case:
     """A store with a fault, and what calls need besides."""
 
     def __init__(self, web, fault, vocab, tmp_path):
-        self.web, self.vocab, self.tmp = web, vocab, tmp_path
-        self.url, self.s3 = f"{web.url}/{fault}", f"s3://{fault}/x"
+        self.web = web
+        self.vocab = vocab
+        self.tmp = tmp_path
+        self.url = f"{web.url}/{fault}"
+        self.s3 = f"s3://{fault}/x"
         self.late, self.late_lines, self.late_vocab = (f"{self.url}-{name}" for name in (".tokens", ".lines", ".txt"))
-        self.text, self.large = tmp_path / "a.txt", tmp_path / "large"
+        self.text = tmp_path / "a.txt"
+        self.large = tmp_path / "large"
         self.text.write_text("the cat sees the dog\n")
         with self.large.open("wb") as file:
             file.truncate(17 << 20)  # in parts

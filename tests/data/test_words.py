@@ -13,7 +13,9 @@ import electra_fast
 from electra_fast.data.loader import BatchLoader, to_torch
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-CLS, SEP, MASK = 2, 3, 4
+CLS = 2
+SEP = 3
+MASK = 4
 LENGTH = 64
 
 
@@ -62,9 +64,11 @@ def words_of(ids, begins):
 def test_whole_words_are_masked_up_to_the_budget(open_loader, begins, masking, length, prob):
     masked = allowed = 0
     for originals, ids, positions in rows_of(open_loader(masking=masking, sequence_length=length, mask_prob=prob)):
-        words, chosen = words_of(originals, begins), set(positions)
+        words = words_of(originals, begins)
+        chosen = set(positions)
         budget = max(1, min(round(prob * len(ids)), int((prob + 0.005) * length)))
-        masked, allowed = masked + len(positions), allowed + budget
+        masked = masked + len(positions)
+        allowed = allowed + budget
         assert len(chosen) == len(positions) <= budget
         assert ids == [MASK if at in chosen else was for at, was in enumerate(originals)]
         if all(len(word) > budget for word in words):

@@ -25,7 +25,8 @@ NO_DROPOUT = {"model.dropout": "0", "model.attention_dropout": "0"}
 
 def assert_close_runs(run, other):
     """Of metrics and weights."""
-    ours, theirs = lines(run), lines(other)
+    ours = lines(run)
+    theirs = lines(other)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for line, expected in zip(ours, theirs, strict=True):
         for name in ("loss", "generator_loss", "discriminator_loss", "grad_norm"):
@@ -41,7 +42,8 @@ def assert_equal_bits(run, other):
     assert lines(run) == lines(other)
     for line, expected in zip(*(lines(each, "evaluations.jsonl") for each in (run, other)), strict=True):
         assert line == pytest.approx(expected, rel=1e-5)
-    ours, theirs = weights(run), weights(other)
+    ours = weights(run)
+    theirs = weights(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -49,7 +51,9 @@ def assert_equal_bits(run, other):
     ("world_size", "batch_size", "accumulate"), [(1, 10, 2), (2, 12, 3), (3, 10, 2), (4, 3, 1), (7, 12, 3)]
 )
 def test_every_row_belongs_to_one_micro_batch_of_its_rank(world_size, batch_size, accumulate):
-    train, rows, sizes = TrainConfig(batch_size=batch_size, accumulate=accumulate), [], []
+    train = TrainConfig(batch_size=batch_size, accumulate=accumulate)
+    rows = []
+    sizes = []
     for rank in range(world_size):
         division = Division.of(train, rank, world_size)
         own = [row for group in division.groups for part in group for row in part]
@@ -143,7 +147,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(server, exact_run, v
 
 @pytest.mark.slow
 def test_a_time_limit_stops_all_ranks_in_time(server, exact_run, validation_corpus, tmp_path):
-    out, slow = tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
+    out = tmp_path / "run"
+    slow = {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
     ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
     said = server.end(ranks, 75)
     assert "reached train.max_minutes = 0.15: checkpoint written at step" in said[0]
@@ -180,7 +185,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(server, validation_corpus, tm
     changes = NO_DROPOUT | {"train.precision": "fp16", "optimizer.name": "lamb"}
     server.run(2, validation_corpus, tmp_path / "nan", {"ELECTRA_FAST_FAULT": "nan@21/1"}, **changes)
     server.run(2, validation_corpus, tmp_path / "whole", **changes)
-    faulty, whole = lines(tmp_path / "nan"), lines(tmp_path / "whole")
+    faulty = lines(tmp_path / "nan")
+    whole = lines(tmp_path / "whole")
     skipped = [line["skipped_steps"] - other["skipped_steps"] for line, other in zip(faulty, whole, strict=True)]
     assert skipped == [0, 0, 0, 0, 0, 1] and faulty[-1]["tokens"] < whole[-1]["tokens"]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "nan").values())
@@ -216,7 +222,8 @@ def test_the_slowest_rank_is_in_every_line(server, validation_corpus, tmp_path):
 @pytest.mark.slow
 def test_a_frozen_first_rank_hangs_nobody(server, validation_corpus, tmp_path):
     """Its store answers nobody either."""
-    out, changes = tmp_path / "run", {"train.timeout_seconds": "3", "train.steps": "100000"}
+    out = tmp_path / "run"
+    changes = {"train.timeout_seconds": "3", "train.steps": "100000"}
     ranks = server.start(2, validation_corpus, out, **changes)
     wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
     ranks[0].kill(signal.SIGSTOP)
@@ -254,7 +261,8 @@ def test_what_is_wrong_is_said_once(server, validation_corpus, tiny_corpus, tmp_
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_restarts_resume_and_notice_when_it_is_gone(validation_corpus, tmp_path):
-    out, changes = tmp_path / "run", {"train.steps": "5000", "train.eval_every": "0"}
+    out = tmp_path / "run"
+    changes = {"train.steps": "5000", "train.eval_every": "0"}
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     process = subprocess.Popen(
         [*start, faults.__file__, *command(validation_corpus, out, **changes)[3:]],

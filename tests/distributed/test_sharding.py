@@ -21,7 +21,8 @@ from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.optimizers.shards import local_rows
 
 SHARDED = {"train.sharding": "full"}
-APART, TOGETHER = {"model.tying": "none"}, {"model.tying": "all", "generator.fraction": "1.0"}
+APART = {"model.tying": "none"}
+TOGETHER = {"model.tying": "all", "generator.fraction": "1.0"}
 LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2"}
 
 
@@ -82,10 +83,13 @@ def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpu
 def test_a_row_of_padding_counts_for_nothing_and_has_all_gradients(name):
     deberta = {"model.architecture": "deberta", "model.tying": "disentangled", "model.conv_kernel_size": "3"}
     config = make_config(**(DIFFERENT | {"local attention": LOCAL, "deberta": deberta})[name])
-    model, objective, batch = make_model(config).train(), objective_of(config), make_batch()
+    model = make_model(config).train()
+    objective = objective_of(config)
+    batch = make_batch()
     row = padding_row({name: each[:0] for name, each in batch.items() if name != "cu_seqlens"} | {"cu_seqlens": None})
     assert all(value == 0 for value in objective.loss_denominators(row).values())
-    compute, key = ComputeConfig("sdpa", torch.float32), RngKey(torch.tensor([1, 2]), 3)
+    compute = ComputeConfig("sdpa", torch.float32)
+    key = RngKey(torch.tensor([1, 2]), 3)
     output = objective.forward(model, MicroBatch(row, compute, key, objective.loss_denominators(batch)))
     output.loss.backward()
     assert output.loss == 0 and all(value == 0 for value in output.totals.values())

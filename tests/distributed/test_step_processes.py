@@ -32,7 +32,8 @@ from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import PretrainingWork, create_step
 from electra_fast.training.step import Backward
 
-CPU, COMPUTE = torch.device("cpu"), ComputeConfig("sdpa", torch.float32)
+CPU = torch.device("cpu")
+COMPUTE = ComputeConfig("sdpa", torch.float32)
 FEW_STEPS = 4
 
 
@@ -112,7 +113,8 @@ def has_ended(process, seconds=20.0):
 )
 def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
     """Operations have one thread each; what comes between the steps has all cores."""
-    config, seen = configured(tiny_corpus, recipe, accumulate=accumulate), []
+    config = configured(tiny_corpus, recipe, accumulate=accumulate)
+    seen = []
     config = config.override({"generator.kind": generator, "objective.corrective_weight": 0.0})
 
     def note(function):
@@ -129,7 +131,8 @@ def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num
 
 
 def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch):
-    original, dtypes = rules.orthogonalize, set()
+    original = rules.orthogonalize
+    dtypes = set()
 
     def orthogonalize(matrices, dtype):
         dtypes.add(dtype)
@@ -145,7 +148,8 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
 
 
 def test_processes_draw_other_dropout_masks(tiny_corpus):
-    config, found = configured(tiny_corpus), []
+    config = configured(tiny_corpus)
+    found = []
     batch = HostBatch.of(next(batches(tiny_corpus)))
     for rank, step in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 1)):
         backward = Backward(ef.Electra(config), config, COMPUTE, "eager", rank, 2)
@@ -189,7 +193,8 @@ def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores", "hostile_folder")
 def test_an_error_in_a_worker_is_raised(tiny_corpus):
-    step, rows = make_step(configured(tiny_corpus), 2), next(batches(tiny_corpus))
+    step = make_step(configured(tiny_corpus), 2)
+    rows = next(batches(tiny_corpus))
     step(rows, 0)
     batch = HostBatch.of(rows)
     step.processes.start(batch._replace(values=batch.values[:10], num_rows=7), 1, 1.0)
@@ -201,7 +206,8 @@ def test_an_error_in_a_worker_is_raised(tiny_corpus):
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
 def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
-    step, loader = make_step(configured(tiny_corpus), 2), batches(tiny_corpus)
+    step = make_step(configured(tiny_corpus), 2)
+    loader = batches(tiny_corpus)
     step(next(loader), 0)
     worker = worker_of(os.getpid())
     os.kill(worker, signal.SIGTERM)  # blocked: a scheduler that asks every process to stop gets a checkpoint

@@ -44,7 +44,8 @@ def test_round_trip(tmp_path):
 def test_the_state_survives(tmp_path):
     window = LogWindow({"generator_loss": 0.1 + 0.2, "tokens": 7.0}, steps=3, seconds=1.25)
     state = TrainState(5, 99, 2.5, window, corpus="ab", loader={"epoch": 1}, imported=True, token_type_1_trained=True)
-    state.best_step, state.best_loss = 4, 0.1 + 0.2
+    state.best_step = 4
+    state.best_loss = 0.1 + 0.2
     state.history = LossHistory({"generator_loss": 1 / 3}, {"generator_loss": 0.7}, steps=2, num_lost=1)
     checkpoint_folder.seal(tmp_path, state)
     assert checkpoint_folder.read_state(tmp_path) == state
@@ -196,7 +197,8 @@ def test_checkpoints_after_a_step_are_set_aside_from_the_newest(tmp_path, monkey
     """A kill in between leaves a sequence without a gap."""
     for step in (1, 2, 3):
         save(tmp_path, step, keep=3)
-    replace, targets = os.replace, []
+    replace = os.replace
+    targets = []
 
     def killed(source, target):
         if targets:
@@ -233,7 +235,8 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
 
 def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
     events = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def record_sync(descriptor):
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)

@@ -51,7 +51,8 @@ def test_a_run_starts_where_one_has_only_begun(new_run, validation_corpus, tmp_p
     out = shutil.copytree(new_run, tmp_path / "run")
     LEFTOVERS[name](out)
     assert begin(validation_corpus, out).state is None
-    found, expected = contents(out), contents(new_run)
+    found = contents(out)
+    expected = contents(new_run)
     assert found.pop("config.toml") == expected.pop("config.toml").replace(bytes(new_run), bytes(out))
     assert found.items() >= expected.items()
 
@@ -68,9 +69,11 @@ def test_what_is_somebodys_is_refused_and_kept(validation_corpus, tmp_path, name
 
 def test_a_full_disk_at_any_moment_is_named_and_a_new_run_starts_afterwards(validation_corpus, tmp_path, monkeypatch):
     """`write` and `fsync` say no path: each of them fails once, until a run gets through."""
-    out, corpus = tmp_path / "run", tmp_path / "corpus"
+    out = tmp_path / "run"
+    corpus = tmp_path / "corpus"
     shutil.copytree(validation_corpus, corpus)
-    original, num_refused = os.fsync, 0
+    original = os.fsync
+    num_refused = 0
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -99,7 +102,8 @@ def test_an_import_replaces_what_a_run_has_left_of_its_beginning(whole_run, tmp_
 @pytest.fixture
 def busy(monkeypatch):
     """Adds paths to refuse to remove, as a network file system does while another process reads them."""
-    paths, originals = set(), {"rmtree": shutil.rmtree, "unlink": os.unlink}
+    paths = set()
+    originals = {"rmtree": shutil.rmtree, "unlink": os.unlink}
 
     def refuse(name, path, *arguments, **options):
         if os.fspath(path) in map(os.fspath, paths):

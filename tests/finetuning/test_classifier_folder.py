@@ -135,7 +135,9 @@ def test_regression_gives_values_in_the_units_of_the_data(encoder_folder, tmp_pa
 def test_multi_label(encoder_folder, tmp_path, write_rows):
     rows = [{"text": f"value {i}", "labels": [["a"], ["b", "c"], [], ["a", "c"]][i % 4]} for i in range(80)]
     other = write_rows([row | {"text": f"{row['text']} of"} for row in rows], "train.jsonl")
-    dev, out, overrides = write_rows(rows, "dev.jsonl"), tmp_path / "out", QUICK | {"finetune.class_weights": "c=2"}
+    dev = write_rows(rows, "dev.jsonl")
+    out = tmp_path / "out"
+    overrides = QUICK | {"finetune.class_weights": "c=2"}
     results = ef.finetune(encoder_folder, task="classification", train=other, dev=dev, out=out, overrides=overrides)
     folder = out / "classification" / "seed-0" / "model"
     config = json.loads((folder / "config.json").read_text())
@@ -180,7 +182,8 @@ def test_thresholds_follow_the_dev_split(encoder_folder, tmp_path):
 )
 def test_a_calibrated_model_has_its_temperature_in_its_weights(tmp_path, tiny_vocab, architecture, head):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
-    outputs, answers = [], []
+    outputs = []
+    answers = []
     for name in ("false", "true"):
         changes = {"finetune.head": head, "finetune.calibrate": name}
         folder = trained("sst2", encoder, tmp_path / name, write_sst2, **changes)
@@ -244,7 +247,8 @@ def test_a_deberta_classifier_from_elsewhere_predicts(tmp_path, tiny_vocab):
 def test_a_head_that_computes_something_else_is_refused(tmp_path, form):
     """The bias of its dense layer, another activation, or tensors that config.json does not tell of."""
     config = ModernBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    config.vocab_size, path = 64, tmp_path / "config.json"
+    config.vocab_size = 64
+    path = tmp_path / "config.json"
     for changes in ({"classifier_activation": "tanh"}, {"classifier_bias": True}):
         config.update({"pad_token_id": 0, "classifier_activation": "gelu"} | changes)
         getattr(transformers, f"ModernBertFor{form}")(config).save_pretrained(tmp_path)
@@ -362,7 +366,8 @@ def test_other_columns_than_in_training_and_bad_rows(classifier, tmp_path):
 
 def test_a_pipe_is_answered_as_it_comes(classifier):
     """Every line before the next one is written; then comes Ctrl-C."""
-    (lines, write), (read, answers) = os.pipe(), os.pipe()
+    lines, write = os.pipe()
+    read, answers = os.pipe()
     found = []
 
     def ask():

@@ -32,7 +32,8 @@ def save_run(folder, vocab, **changes):
     tokenizer = Tokenizer(vocab)
     recipe = changes.pop("recipe", "google")
     config = tiny_config(recipe).override({"model.vocab_size": str(tokenizer.vocab_size)} | changes)
-    model, draws = Electra(config), torch.Generator().manual_seed(5)
+    model = Electra(config)
+    draws = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.2)
@@ -46,7 +47,8 @@ def save_run(folder, vocab, **changes):
 def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
     """Without OpenMP's threads, which a fork does not have: a child that waits for them is killed by its alarm."""
     save_run(tmp_path, tiny_vocab)
-    model, ids = ef.load(tmp_path), torch.randint(5, 500, (64, 32))
+    model = ef.load(tmp_path)
+    ids = torch.randint(5, 500, (64, 32))
     computations = (lambda: model.detect([LONG] * 40), lambda: model.discriminator_logits(ids).sum().item())
     torch.set_num_threads(2)
     try:
@@ -85,7 +87,8 @@ class Reference:
 
     def words(self, text, length):
         """That any of a word's pieces is replaced, each in the chunk with most context around it."""
-        encoding, room = self.tokenizer(text, add_special_tokens=False).encodings[0], length - 2
+        encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
+        room = length - 2
         spans = chunk_spans(len(encoding.ids), room, room // 2)
         chunks = [self.pieces(encoding.ids[start : start + length]) for start, length in spans]
         by_word = {}
@@ -117,7 +120,9 @@ class TestProbabilities:
     def test_they_are_those_of_transformers(self, tmp_path, tiny_vocab, recipe):
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
         export(run, out=tmp_path / "export", unfinished=True)
-        reference, detector, everything = Reference(tmp_path / "export/discriminator"), ef.load(run), []
+        reference = Reference(tmp_path / "export/discriminator")
+        detector = ef.load(run)
+        everything = []
         answers = detector.detect(iter(TEXTS))
         for text, answer in zip(TEXTS, answers, strict=True):
             expected = reference.words(text, length=16)
@@ -145,7 +150,8 @@ class TestProbabilities:
     def test_of_other_models(self, tmp_path, tiny_vocab, changes):
         changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}
         run = save_run(tmp_path / "run", tiny_vocab, **changes)
-        detector, tokenizer = ef.load(run), Tokenizer(run)
+        detector = ef.load(run)
+        tokenizer = Tokenizer(run)
         [ids] = tokenizer.encode_batch(["value of name"])
         special = tokenizer.special_tokens
         row = torch.tensor([[special["cls"], *ids, special["sep"]]])
@@ -174,7 +180,8 @@ class TestWords:
 
     def test_errors_are_those_that_reach_the_threshold(self, detector):
         [answer] = detector.detect([LONG])
-        middle, counts = float(np.median(probabilities(answer))), []
+        middle = float(np.median(probabilities(answer)))
+        counts = []
         for threshold in (0.0, middle, 1.0):
             [found] = detector.detect([LONG], threshold)
             assert found["errors"] == [word for word in answer["words"] if word["probability"] >= threshold]

@@ -70,7 +70,8 @@ def records(path):
 def test_the_validation_file_has_the_scores_and_the_report_of_fine_tuning(trained, tmp_path, task):
     folder, result, files = trained(task)
     report = ef.evaluate(folder / "seed-0" / "model", files["dev"], out=tmp_path / "out", precision="fp32")
-    ours, theirs = records(tmp_path / "out" / "predictions.jsonl"), records(folder / "seed-0" / "predictions.dev.jsonl")
+    ours = records(tmp_path / "out" / "predictions.jsonl")
+    theirs = records(folder / "seed-0" / "predictions.dev.jsonl")
     for own, other, row in zip(ours, theirs, records(files["dev"]), strict=True):
         assert own.keys() == other.keys() and {"id", "channel", "gold", "input"} <= own.keys()
         assert (own["id"], own["gold"], own["input"]["gold"]) == (other["id"], other["gold"], 0.5)
@@ -110,7 +111,8 @@ def test_the_command_prints_scores_and_the_model_decides_which_options_apply(tra
 
 def test_corpora_and_absent_devices_are_refused_and_batches_are_as_large_as_asked(trained, tiny_corpus, monkeypatch):
     folder, result, files = trained("classification")
-    model, sizes = folder / "seed-0" / "model", []
+    model = folder / "seed-0" / "model"
+    sizes = []
     with pytest.raises(InputError, match="labeled examples, and .* is a corpus, on which pre-trained models are"):
         ef.evaluate(model, tiny_corpus)
     with pytest.raises(InputError, match="device = 'cuda:7': this machine has"):
@@ -124,7 +126,8 @@ def test_corpora_and_absent_devices_are_refused_and_batches_are_as_large_as_aske
 
 def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(trained, tmp_path):
     folder, _, files = trained("classification")
-    model, rows = folder / "seed-0" / "model", records(files["dev"])
+    model = folder / "seed-0" / "model"
+    rows = records(files["dev"])
     wrong = [row | {"topic": topic} for row, topic in zip(rows, ["Class 9"] * 3 + ["x"], strict=False)]
     other = write_rows(tmp_path / "other.jsonl", wrong + rows[4:])
     message = "4 bad rows: .*: labels that the model does not know: 'Class 9' 3, 'x' 1; it knows 'class 0', 'class 1'"

@@ -34,7 +34,8 @@ NAMES = {"README.md", "config.json", "model.onnx", "tokenizer.json", "tokenizer_
 def save_model(folder, vocab, kind="classification", architecture="bert", seed=0):
     """A folder as `transformers` saves one of its classes, with random weights."""
     save_encoder(folder, vocab, architecture, **(WINDOW if architecture == "modernbert" else {}))
-    hf, labels = TASK_TYPES[kind].hf, LABELS[kind]
+    hf = TASK_TYPES[kind].hf
+    labels = LABELS[kind]
     more = {"problem_type": hf.problem_type} if hf.problem_type else {}
     more |= {"classifier_pooling": "cls"} if architecture == "modernbert" else {}
     more |= {"pooler_hidden_act": "gelu"} if architecture == "deberta" else {}
@@ -46,7 +47,8 @@ def save_model(folder, vocab, kind="classification", architecture="bert", seed=0
     model = getattr(transformers, f"{FAMILIES[architecture]}For{hf.ending}")(config)
     model.save_pretrained(folder)
     if kind == "question-answering":  # of rows of 64 tokens
-        path, settings = folder / "config.json", {"max_query_length": 16, "doc_stride": 16}
+        path = folder / "config.json"
+        settings = {"max_query_length": 16, "doc_stride": 16}
         path.write_text(json.dumps(json.loads(path.read_text()) | {"electra_fast_settings": settings}))
     return folder, model.eval()
 
@@ -109,9 +111,11 @@ def test_outputs_are_those_of_transformers(tiny_vocab, tmp_path, kind, architect
         inputs = dict(tokens) if architecture == "bert" else {**tokens, "token_type_ids": None}
         expected = reference(**{name: each for name, each in inputs.items() if each is not None})
     for name, values in outputs_of(tmp_path / "out", tokens).items():
-        own, theirs = values, expected[name].numpy()
+        own = values
+        theirs = expected[name].numpy()
         if own.shape[:2] == is_token.shape:
-            own, theirs = own[is_token], theirs[is_token]
+            own = own[is_token]
+            theirs = theirs[is_token]
         np.testing.assert_allclose(own, theirs, atol=1e-4 * np.abs(theirs).max())
     assert [*found.models] == ["torch fp32", "onnx fp32"] and found.metric is None
     assert ef.load(tmp_path / "out").predict(examples_of(kind)[:3])
@@ -127,7 +131,8 @@ def test_a_published_head_on_modernbert(tiny_vocab, tmp_path, kind):
     ef.finetune(encoder, task=kind, train=data, dev=data, out=tmp_path / "tasks", overrides=overrides)
     folder = tmp_path / "tasks" / kind / "seed-0" / "model"
     ef.export(folder, out=tmp_path / "out", onnx=True)
-    tensors, tokens = load_file(folder / "model.safetensors"), tokens_of(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tokens = tokens_of(folder)
     with torch.no_grad():
         inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         hidden = transformers.AutoModel.from_pretrained(folder)(**inputs).last_hidden_state
@@ -162,7 +167,8 @@ def test_int8_is_compared_with_its_source(tiny_vocab, tmp_path, kind):
 
 
 def test_a_loss_is_refused_unless_it_is_accepted(model, tmp_path, tiny_vocab, monkeypatch):
-    data, out = write_labeled(tmp_path / "data.jsonl", model, "classification"), tmp_path / "out"
+    data = write_labeled(tmp_path / "data.jsonl", model, "classification")
+    out = tmp_path / "out"
     options = ["--onnx", "--out", out, "--data", data]
     assert in_process.run("export", model, *options).returncode == 0
     before = (out / "model.onnx").read_bytes()

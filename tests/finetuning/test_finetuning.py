@@ -52,7 +52,8 @@ def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
     assert header.split() == ["task", "metric", "median", "lowest", "highest", "majority", "runs", "seconds"]
     assert [line.split()[0] for line in lines] == ["sst2", "mrpc", "mean"] and "<pre>task" in results._repr_html_()
     for task, splits in {"sst2": {"dev": 16, "test": 8}, "mrpc": {"dev": 10}}.items():
-        found, metrics = results[task], {"accuracy", *(["f1"] if task == "mrpc" else [])}
+        found = results[task]
+        metrics = {"accuracy", *(["f1"] if task == "mrpc" else [])}
         scores = [run["accuracy"] for run in found["runs"]]
         assert [run["seed"] for run in found["runs"]] == [0, 1] and found["metric"] == "accuracy"
         assert found["majority"].keys() == metrics
@@ -101,8 +102,10 @@ def with_other_labels(glue_folder, folder):
 
 
 def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
-    out, results = shutil.copytree(finetuned[0], tmp_path / "copy"), finetuned[1]
-    moved, models = shutil.copytree(glue_folder, tmp_path / "moved"), model_bytes(out)
+    out = shutil.copytree(finetuned[0], tmp_path / "copy")
+    results = finetuned[1]
+    moved = shutil.copytree(glue_folder, tmp_path / "moved")
+    models = model_bytes(out)
     again = in_process.run(*command(encoder_folder, moved, out, "--json"))
     assert json.loads(again.stdout) == results and "again" not in again.stderr
     tested = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-*/predictions.test.tsv")}
@@ -177,7 +180,8 @@ def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, t
 
 
 def test_a_signal_ends_in_a_checkpoint_and_the_log_has_every_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
-    take, taken = FinetuneStep.__call__, []
+    take = FinetuneStep.__call__
+    taken = []
 
     def signalled(*given):
         if len(taken) == 2:
@@ -201,7 +205,8 @@ def trained_by(job, num_processes, order):
     """Losses and parameters after the steps of `order`, by one process or several; the latter evaluate after each."""
     torch.set_num_threads(2)
     try:
-        model, losses = job.work.model(), []
+        model = job.work.model()
+        losses = []
         model.load_encoder(job.encoder.state)
         model.initialize_head(0)
         step = FinetuneStep(model, job.work, num_processes)
@@ -226,7 +231,8 @@ def test_two_processes_compute_what_one_computes(encoder_folder, job_of):
     jobs = [job_of("mrpc", each) for each in (encoder, with_more_entries(encoder))]
     order = batches.training_order(jobs[0].config, len(jobs[0].examples), 0)
     order[1] = [3] + [-1] * 7  # fewer examples than processes
-    one, two = trained_by(jobs[0], 1, order), trained_by(jobs[1], 2, order)
+    one = trained_by(jobs[0], 1, order)
+    two = trained_by(jobs[1], 2, order)
     assert one[0] == pytest.approx(two[0], rel=1e-5)
     for name, parameter in one[1].items():
         torch.testing.assert_close(parameter, two[1][name][: len(parameter)], rtol=1e-4, atol=2e-5, msg=name)
@@ -234,7 +240,8 @@ def test_two_processes_compute_what_one_computes(encoder_folder, job_of):
 
 def with_more_entries(encoder):
     """An encoder with more rows in its token table, which no text uses."""
-    state, table = dict(encoder.state), encoder.state["embeddings.token"]
+    state = dict(encoder.state)
+    table = encoder.state["embeddings.token"]
     state["embeddings.token"] = torch.cat((table, torch.ones(4096 - len(table), table.shape[1])))
     return replace(encoder, shape=replace(encoder.shape, vocab_size=4096), state=state)
 
@@ -245,7 +252,8 @@ def trained(job, pack, execution="eager"):
     model = work.model()
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
-    step, found = FinetuneStep(model.to(job.device), work), []
+    step = FinetuneStep(model.to(job.device), work)
+    found = []
     for number in range(6 if job.device.type == "cpu" else 20):
         chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
         found.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
@@ -344,7 +352,8 @@ def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
     for name, content in files.items():
         (tmp_path / name).with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
-    start, out = ("finetune", encoder_folder, "--task", "classification", "--json"), tmp_path / "out"
+    start = ("finetune", encoder_folder, "--task", "classification", "--json")
+    out = tmp_path / "out"
     found = in_process.run(*start, "--out", out, *flags, *settings(QUICK))
     (score,) = [line for line in found.stderr.splitlines() if "seed 0: accuracy" in line]
     assert score.endswith("; dev has no example of 'rare'; test has no example of 'rare'")

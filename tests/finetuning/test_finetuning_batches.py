@@ -19,14 +19,16 @@ PUBLISHED = FinetuneSection(order="buffer")
 
 def published_truncation(a, b, room):
     """`_truncate_seq_pair` of the published code."""
-    a, b = list(a), list(b)
+    a = list(a)
+    b = list(b)
     while len(a) + len(b) > room:
         (a if len(a) > len(b) else b).pop()
     return a, b
 
 
 def test_pairs_are_truncated_as_in_the_published_code(tiny_vocab):
-    tokenizer, rng = ef.Tokenizer(tiny_vocab), random.Random(0)
+    tokenizer = ef.Tokenizer(tiny_vocab)
+    rng = random.Random(0)
     texts = [tuple(" ".join(["a"] * rng.randrange(0, 20)) for _ in range(2)) for _ in range(300)]
     for max_length in (8, 13, 14):
         encoded = encode(tokenizer, texts, max_length)
@@ -56,7 +58,9 @@ def test_ids_are_those_of_transformers(tiny_vocab, tmp_path, count):
 
 
 def test_steps_are_those_of_the_published_code():
-    cola, stsb, rte = (8_551, 3, 804), (2 * 5_749, 10, 3_600), (2_490, 10, 780)
+    cola = (8_551, 3, 804)
+    stsb = (2 * 5_749, 10, 3_600)
+    rte = (2_490, 10, 780)
     for examples, epochs, steps in (cola, stsb, rte):
         assert num_steps(FinetuneSection(epochs=float(epochs)), examples) == steps
 
@@ -74,7 +78,8 @@ def test_every_epoch_is_a_new_order_of_all_examples():
 
 def test_the_published_order_goes_through_a_buffer_of_100():
     """One order, repeated: no example comes more than 100 places early, and all of the stream's beginning comes out."""
-    count, steps = 1_000, num_steps(PUBLISHED, 1_000)
+    count = 1_000
+    steps = num_steps(PUBLISHED, 1_000)
     order = training_order(PUBLISHED, count, seed=0).flatten()
     per_epoch = math.ceil(count / 32) * 32
     assert len(order) == steps * 32 == 3 * per_epoch
@@ -115,7 +120,8 @@ def test_packed_batches_hold_every_token_once(parts, count):
     for part in packed:
         ids, types, positions, segments, owners = part.columns
         for owner, (place, item) in enumerate(zip(part.first_tokens, part.examples, strict=True)):
-            start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
+            start = encoded.offsets[chosen[item]]
+            end = encoded.offsets[chosen[item] + 1]
             span = slice(place, place + end - start)
             assert ids.flatten()[span].tolist() == encoded.ids[start:end].tolist()
             assert types.flatten()[span].tolist() == encoded.token_types[start:end].tolist()
@@ -136,7 +142,8 @@ def test_packed_batches_hold_every_token_once(parts, count):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_targets_and_weights_follow_their_examples_into_each_part(per_token):
-    encoded, chosen = random_examples(20), np.random.default_rng(1).permutation(20)[:8]
+    encoded = random_examples(20)
+    chosen = np.random.default_rng(1).permutation(20)[:8]
     targets = np.arange(len(encoded.ids) if per_token else 20)
     training_set = TrainingSet(encoded, targets, 1.0 + targets % 3, per_token)
     for packed in (pack(encoded, chosen, 2), [pack_static(encoded, chosen, 64, 16)]):
@@ -152,10 +159,13 @@ def test_targets_and_weights_follow_their_examples_into_each_part(per_token):
 
 
 def test_packing_wastes_little():
-    encoded, filled, total = random_examples(640), 0, 0
+    encoded = random_examples(640)
+    filled = 0
+    total = 0
     for batch in np.arange(640).reshape(20, 32):
         for part in pack(encoded, batch, 2):
-            filled, total = filled + part.num_tokens, total + part.columns[0].size
+            filled = filled + part.num_tokens
+            total = total + part.columns[0].size
     assert filled / total > 0.95
 
 
@@ -178,13 +188,15 @@ def test_one_row_holds_all_but_short_and_very_long_examples(length, has_one_row)
 
 
 def test_static_batches_have_few_shapes_and_every_token():
-    encoded, shapes = random_examples(2_000), set()
+    encoded = random_examples(2_000)
+    shapes = set()
     for chosen in np.random.default_rng(0).permutation(2_000)[:1_984].reshape(62, 32):
         part = pack_static(encoded, chosen, 64, 32)
         shapes.add((part.columns[0].shape, part.cu_seqlens.shape, part.first_tokens.shape))
         assert part.columns[0].shape[1] == 64 and len(part.columns[0]) % ROW_MULTIPLE == 0
         for place, item in zip(part.first_tokens, part.examples, strict=True):
-            start, end = encoded.offsets[chosen[item]], encoded.offsets[chosen[item] + 1]
+            start = encoded.offsets[chosen[item]]
+            end = encoded.offsets[chosen[item] + 1]
             assert part.columns[0].flatten()[place : place + end - start].tolist() == encoded.ids[start:end].tolist()
             assert place // 64 == (place + end - start - 1) // 64  # within one row
     assert len(shapes) <= 5

@@ -131,7 +131,8 @@ def test_a_folder_of_something_else_is_left_alone(whole_run, encoder_folder, glu
 @pytest.fixture
 def stopped(encoder_folder, glue_folder, tmp_path):
     """A seed stopped after its third step, with the checkpoints of the last two."""
-    out, original = tmp_path / "stopped", os.replace
+    out = tmp_path / "stopped"
+    original = os.replace
 
     def replace(source, target):
         original(source, target)
@@ -159,7 +160,8 @@ def resumed(out, encoder_folder, glue_folder):
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, finetuned, encoder_folder, glue_folder, tmp_path):
     for damaged in ("model.safetensors", "optimizer.safetensors", "state.json"):
         out = shutil.copytree(stopped, tmp_path / damaged)
-        seed, other = out / "sst2" / "seed-0", finetuned[0] / "sst2" / "seed-0"
+        seed = out / "sst2" / "seed-0"
+        other = finetuned[0] / "sst2" / "seed-0"
         flip_a_bit(seed / "checkpoints" / "step-3" / damaged)
         found = resumed(out, encoder_folder, glue_folder)
         assert found.returncode == 0

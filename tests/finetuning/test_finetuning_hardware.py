@@ -107,7 +107,8 @@ class TestFinetuning:
 
     @pytest.mark.parametrize(("task", "head"), [("stsb", "transformers"), ("squad2", "published")])
     def test_the_real_measurement(self, job_of, bf16_cpu, task, head):
-        before, threads = torch.get_rng_state(), torch.get_num_threads()
+        before = torch.get_rng_state()
+        threads = torch.get_num_threads()
         job = job_of(task, **AUTO, **{"finetune.head": head})
         (note,) = job.notes
         assert note.startswith(f"finetune.precision = auto: {job.hardware['precision']} (a part of a step takes ")
@@ -157,7 +158,8 @@ class TestPrediction:
         model = ef.load(folder)
         seconds = f"{times[0]} s in fp32, {times[1]} s in bf16"
         assert model.note == f"precision = auto: {precision} (256 tokens take {seconds})"
-        ours, expected = model.outputs(TEXTS), exact.outputs(TEXTS)
+        ours = model.outputs(TEXTS)
+        expected = exact.outputs(TEXTS)
         np.testing.assert_allclose(ours, expected, atol=atol)
         assert np.array_equal(ours, expected) == (precision == "fp32")
         (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")

@@ -64,7 +64,8 @@ def test_deberta_has_the_rates_of_its_published_code():
 
 
 def test_product_schedule_of_the_published_code():
-    config, total = FinetuneSection(schedule="product", warmup_fraction=0.1), 804
+    config = FinetuneSection(schedule="product", warmup_fraction=0.1)
+    total = 804
     scales = [lr_scale(config, t, total) for t in range(total)]
     assert scales[0] == 0 and scales[40] == pytest.approx((1 - 40 / 804) * 40 / 80.4)
     assert max(scales) == pytest.approx(0.9, abs=0.002) and scales[-1] == pytest.approx(1 / 804)
@@ -158,7 +159,8 @@ def default_configs(recipe):
 @pytest.mark.parametrize("recipe", RULES)
 def test_the_shown_defaults_are_those_of_runs(recipe):
     """A value that runs may differ in is shown as a rule, and a rule has the values that it gives."""
-    found, own = {}, FinetuningConfig().override(RECIPES[recipe])
+    found = {}
+    own = FinetuningConfig().override(RECIPES[recipe])
     for config, name in itertools.product(default_configs(recipe), FinetuningConfig.key_names()):
         found.setdefault(name.partition(".")[2], set()).add(format_value(config.value(name)))
     rules = RULES[recipe]

@@ -47,7 +47,8 @@ class Reference(torch.nn.Module):
 
     def outputs(self, ids, types=None):
         """Hidden states through the layers that heads of one or two layers have."""
-        x, p = self.hidden(ids, np.zeros(len(ids), int) if types is None else types), self.parameters_of_head()
+        x = self.hidden(ids, np.zeros(len(ids), int) if types is None else types)
+        p = self.parameters_of_head()
         if "dense.weight" in p:
             x = F.gelu(F.linear(x, p["dense.weight"], p["dense.bias"]))
         return F.linear(x, p["classifier.weight"], p["classifier.bias"])
@@ -69,7 +70,8 @@ def pair_ids(tokenizer, pair, max_length=24):
     a, b = (tokenizer.encode(text, add_special_tokens=False) for text in pair)
     while len(a) + len(b) > max_length - 3:
         (a if len(a) > len(b) else b).pop()
-    cls, sep = tokenizer.cls_token_id, tokenizer.sep_token_id
+    cls = tokenizer.cls_token_id
+    sep = tokenizer.sep_token_id
     return [cls, *a, sep, *b, sep], [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
@@ -98,10 +100,12 @@ def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, tiny_vocab, ta
     model = Reference(encoder_folder, kind, config, 1 if is_value else 2)
     examples, targets = read_pairs(data / "train.tsv")
     if recipe == "google":
-        examples, targets = examples + [(b, a) for a, b in examples], targets * 2
+        examples = examples + [(b, a) for a, b in examples]
+        targets = targets * 2
     order = training_order(config, len(examples), seed=0)
     assert len(order) == math.ceil(math.ceil(len(examples) / 8) * float(epochs)) >= 2
-    tokenizer, reduction = transformers.AutoTokenizer.from_pretrained(exported), "sum" if recipe == "google" else "mean"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    reduction = "sum" if recipe == "google" else "mean"
 
     def batch_loss(chosen):
         outputs = torch.stack([model.outputs(*pair_ids(tokenizer, examples[i]))[0] for i in chosen])
@@ -126,7 +130,8 @@ def reading_losses(model, encoded, targets, head):
     def loss_of(i):
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
         types = torch.tensor(encoded.token_types[place])
-        hidden, p = model.hidden(encoded.ids[place], encoded.token_types[place]), model.parameters_of_head()
+        hidden = model.hidden(encoded.ids[place], encoded.token_types[place])
+        p = model.parameters_of_head()
         at, to, impossible = targets[i]
         if head == "transformers":
             start, end = model.outputs(encoded.ids[place], encoded.token_types[place]).unbind(1)
@@ -142,13 +147,15 @@ def reading_losses(model, encoded, targets, head):
     ("recipe", "version"), [("paper", 1), ("google", 2), pytest.param("fast", 2, marks=pytest.mark.slow)]
 )
 def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
-    data, name = write_squad(tmp_path / "squad", version), f"squad{version}"
+    data = write_squad(tmp_path / "squad", version)
+    name = f"squad{version}"
     ef.finetune(encoder_folder, task=name, squad=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
     folder = tmp_path / "out" / name / "seed-0" / "model"
 
     defaults = TASK_TYPES["question-answering"].defaults
     config = recipe_config(recipe, name, load_encoder(encoder_folder).shape, READING, defaults).finetune
-    train, tokenizer = read_squad(name, data).train, ef.Tokenizer(folder)
+    train = read_squad(name, data).train
+    tokenizer = ef.Tokenizer(folder)
     features = question_features(tokenizer, train.texts, sequence_length=48, doc_stride=12, max_query_length=16)
     targets = torch.tensor(training_targets(tokenizer, features, list(train.targets)))
     assert len(features.question) > len(train.texts) and (targets[:, 2].sum() > 0) == (version == 2)
@@ -214,13 +221,16 @@ def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_fo
     ef.finetune(encoder_folder, task="squad1", squad=data, out=tmp_path / "out", overrides=READING)
     folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
     theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer, reader = transformers.AutoTokenizer.from_pretrained(folder), ef.load(folder)
-    question, context = "Which class", "The class of a value, and the name of an object."
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    reader = ef.load(folder)
+    question = "Which class"
+    context = "The class of a value, and the name of an object."
     inputs = tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():
         found = theirs(**inputs)
     (answer,) = reader.predict([(question, context)], n_best=5)
-    start, end = found.start_logits[0], found.end_logits[0]
+    start = found.start_logits[0]
+    end = found.end_logits[0]
     allowed = [i for i, part in enumerate(inputs.sequence_ids(0)) if part == 1]
     best = max((float(start[i] + end[j]), i, j) for i in allowed for j in allowed if i <= j < i + 30)
     offsets = tokenizer(question, context, return_offsets_mapping=True)["offset_mapping"]

@@ -49,8 +49,10 @@ def files(write_rows, tmp_path):
 
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
 def test_each_example_is_in_one_fold(files, kind):
-    path, task = files(kind), "classification" if kind == "multi-label" else kind
-    whole, dev = read_tasks(task, files={"train": path})[0].train, Counter()
+    path = files(kind)
+    task = "classification" if kind == "multi-label" else kind
+    whole = read_tasks(task, files={"train": path})[0].train
+    dev = Counter()
     everything = {*read_tasks(task, files={"train": path})[0].dev[0].ids, *whole.ids}
     folds = [read_tasks(task, files={"train": path}, columns={"folds": (number, 5)})[0] for number in range(5)]
     for fold in folds:
@@ -85,7 +87,8 @@ def pieces(count, kind):
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging"])
 @pytest.mark.parametrize("group", ["", "patient"])
 def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
-    path, task = write_rows([*pieces(30, kind)]), "classification" if kind == "multi-label" else kind
+    path = write_rows([*pieces(30, kind)])
+    task = "classification" if kind == "multi-label" else kind
     options = {"group": group} if group else {}
     for share in (*({"folds": (number, 3)} for number in range(3)), {"dev_fraction": 0.2}):
         (data,) = read_tasks(task, files={"train": path}, columns=options | share)
@@ -102,7 +105,8 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
 
 
 def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path):
-    path, out = files("classification"), tmp_path / "out"
+    path = files("classification")
+    out = tmp_path / "out"
     command = ("finetune", encoder_folder, "--task", "classification", "--train", path, "--out", out)
     command += ("--folds", "3", "--json", *flags(QUICK))
     with killed_at_call(FinetuneStep, "__call__", 8):  # in the second fold
@@ -115,7 +119,8 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     assert found["means"]["accuracy"] == pytest.approx(np.mean(scores))
     assert found["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
     assert f"classification: mean accuracy {np.mean(scores):.4f} ± " in run.stderr
-    folder, predicted = out / "classification", []
+    folder = out / "classification"
+    predicted = []
     for number in range(3):
         lines = (folder / f"fold-{number}/seed-0/predictions.dev.jsonl").read_text().splitlines()
         predicted += [json.loads(line) for line in lines]
@@ -162,7 +167,8 @@ def test_folds_that_cannot_be_are_refused(files, encoder_folder, tmp_path, more,
 
 def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
     out = shutil.copytree(finetuned[0], tmp_path / "out")
-    begin, encoders = FinetuneStep.reset, []
+    begin = FinetuneStep.reset
+    encoders = []
 
     def watched(step):
         encoders.append({name: p.detach().clone() for name, p in step.model.named_parameters()})

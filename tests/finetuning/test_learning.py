@@ -37,7 +37,8 @@ def encoder(tmp_path_factory):
     """A function that gives the folder of a random encoder of a kind, with its tokenizer."""
 
     def encoder(kind):
-        folder, (name, tokenizer, settings) = tmp_path_factory.mktemp("encoder"), ENCODERS[kind]
+        folder = tmp_path_factory.mktemp("encoder")
+        name, tokenizer, settings = ENCODERS[kind]
         model_class = getattr(transformers, f"{name}Model")
         torch.manual_seed(0)
         model_class(model_class.config_class(**SIZES | settings)).save_pretrained(folder)
@@ -51,7 +52,9 @@ def rows(task, count, seed):
     """Examples that a bag of words or a single word decides; "sit" and "cat" are the words that matter."""
     rng = random.Random(seed)
     for _ in range(count):
-        words, has_sit, has_cat = rng.choices(WORDS, k=7), rng.random() < 0.5, rng.random() < 0.5
+        words = rng.choices(WORDS, k=7)
+        has_sit = rng.random() < 0.5
+        has_cat = rng.random() < 0.5
         places = rng.sample(range(7), 2)
         for place, word, is_there in zip(places, ("sit", "cat"), (has_sit, has_cat), strict=True):
             words[place] = word if is_there else words[place]

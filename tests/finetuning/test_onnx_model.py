@@ -52,7 +52,8 @@ def examples(kind, num_texts):
 def write_folder(encoder, folder, kind, num_texts, head="transformers"):
     """A fine-tuned folder with random weights, in torch."""
     labels, settings = KINDS[kind]
-    found, task_type = load_encoder(encoder), TASK_TYPES[kind]
+    found = load_encoder(encoder)
+    task_type = TASK_TYPES[kind]
     model = task_type.model(found.shape, FinetuneSection(head=head), len(labels))
     model.load_encoder(found.state)
     model.initialize_head(0)
@@ -99,7 +100,8 @@ def write_lookup(path, kind, vocab_size, names=("input_ids", "token_type_ids", "
     elif kind == "tagging":
         nodes += [("Add", ["a", "b"], [name]) for name in per_token]
     else:
-        arrays["last"], arrays["middle"] = np.array([2]), np.array([1])
+        arrays["last"] = np.array([2])
+        arrays["middle"] = np.array([1])
         nodes += [("Add", ["a", "b"], ["c"]), ("Cast", ["attention_mask"], ["d"]), ("Unsqueeze", ["d", "last"], ["e"])]
         nodes += [("Mul", ["c", "e"], ["f"]), *(("ReduceSum", ["f", "middle"], [name]) for name in per_token)]
     options = {"Cast": {"to": TensorProto.FLOAT}, "ReduceSum": {"keepdims": 0}}
@@ -144,7 +146,8 @@ def looked_up(monkeypatch):
 @pytest.fixture(scope="module")
 def folders(encoder_folder, tmp_path_factory):
     """A function that returns a task's folder in torch, and that of a `write_lookup` with the same files."""
-    base, made = tmp_path_factory.mktemp("folders"), {}
+    base = tmp_path_factory.mktemp("folders")
+    made = {}
 
     def folders(kind, num_texts=1):
         if (kind, num_texts) not in made:
@@ -181,7 +184,8 @@ CASES += [(kind, 2) for kind in ("classification", "multi-label", "regression", 
 def test_answers_are_those_of_torch_for_the_same_logits(folders, looked_up, monkeypatch, kind, num_texts):
     """Texts are truncated or cut into chunks, batched, padded and put back in order, whatever the batches are."""
     folder, target = folders(kind, num_texts)
-    texts, model = examples(kind, num_texts), ef.load(folder, precision="fp32")
+    texts = examples(kind, num_texts)
+    model = ef.load(folder, precision="fp32")
     looked_up(kind, model._shape.vocab_size)
     expected = model.predict(texts)
     for tokens, threads in ((1, 1), (64, 2), (4096, 64)):  # each batch in turn, several at once, fewer than threads
@@ -195,7 +199,8 @@ def test_answers_are_those_of_torch_for_the_same_logits(folders, looked_up, monk
 @pytest.mark.parametrize("num_texts", [1, 2])
 def test_values_are_in_the_units_of_the_data(folders, num_texts):
     _, target = folders("regression", num_texts)
-    model, texts = ef.load(target), examples("regression", num_texts)
+    model = ef.load(target)
+    texts = examples("regression", num_texts)
     encoded = model.task_type.features(model.tokenizer, model.task_type.split(texts, num_texts), model._config).encoded
     tokens, types = tables("regression", model.tokenizer.vocab_size)
     expected = np.add.reduceat(tokens[encoded.ids] + types[encoded.token_types], encoded.offsets[:-1])[:, 0]

@@ -99,8 +99,10 @@ def test_the_surest_errors_come_first_with_text_and_columns():
 def test_several_labels_are_counted_as_scikit_learn_does():
     rng = np.random.default_rng(1)
     task = Task(name="classification", kind="multi-label", labels=LABELS, metric="f1_micro")
-    gold, scores = rng.integers(2, size=(80, 4)), rng.uniform(size=(80, 4))
-    gold[:, 1], scores[:, 1] = 0, scores[:, 1] / 2  # a label that does not occur
+    gold = rng.integers(2, size=(80, 4))
+    scores = rng.uniform(size=(80, 4))
+    gold[:, 1] = 0
+    scores[:, 1] = scores[:, 1] / 2  # a label that does not occur
     chosen = scores > 0.6  # a threshold of the model
     answers = [
         {"labels": [LABELS[c] for c in np.flatnonzero(own)], "scores": dict(zip(LABELS, row.tolist(), strict=True))}
@@ -111,7 +113,8 @@ def test_several_labels_are_counted_as_scikit_learn_does():
         counts = own["correct"], own["predicted"], own["support"]
         assert counts == ((true & found).sum(), found.sum(), true.sum())
     assert content["scores"]["accuracy"]["model"] == pytest.approx((gold == chosen).all(1).mean())
-    shown, occurs = content["scores"], (gold | chosen).any(0)
+    shown = content["scores"]
+    occurs = (gold | chosen).any(0)
     assert not occurs.all() and shown["f1_macro"]["model"] == pytest.approx(content["averages"]["macro"]["f1"])
     expected = metrics.f1_score(gold, chosen, average="macro", labels=np.flatnonzero(occurs), zero_division=0.0)
     assert shown["f1_macro"]["model"] == pytest.approx(expected)
@@ -120,7 +123,8 @@ def test_several_labels_are_counted_as_scikit_learn_does():
     shares = {(each["gold"], each["predicted"]): each["share_of_gold"] for each in content["confusion"]}
     assert shares["a", "never"] == pairs["a", "never"] / gold[:, 0].sum()
     surest = content["errors"][0]
-    row, c = int(surest["id"].removeprefix("id-")), LABELS.index(surest["label"])
+    row = int(surest["id"].removeprefix("id-"))
+    c = LABELS.index(surest["label"])
     assert surest["is_gold"] == bool(gold[row, c]) != chosen[row, c]
     assert np.where(chosen, scores, 1 - scores)[gold != chosen].max() == max(surest["score"], 1 - surest["score"])
 
@@ -132,7 +136,8 @@ def test_residuals_are_those_of_scikit_learn(kind):
     values = (gold + rng.normal(size=120) * 5) if kind != "constant values" else np.full(120, 3.0)
     task = Task(name="regression", kind="regression", metric="spearman")
     report = make_report(task, [(split_of(gold), [{"value": value} for value in values.tolist()])])
-    found, scores = report.content["residuals"], report.content["scores"]
+    found = report.content["residuals"]
+    scores = report.content["scores"]
     assert found["mean_absolute_error"] == pytest.approx(metrics.mean_absolute_error(gold, values))
     assert found["root_mean_square_error"] == pytest.approx(metrics.root_mean_squared_error(gold, values))
     assert found["r2"] == (None if kind == "constant gold" else pytest.approx(metrics.r2_score(gold, values)))
@@ -152,7 +157,10 @@ FOUND = "B-PER I-PER O B-PER O O B-LOC O O B-LOC"
 def tagged(pairs, labels=TAGS, scheme="IOB2"):
     """Sentences w0 w1 ... with gold and predicted tags, separated by spaces."""
     task = Task(name="tagging", kind="tagging", labels=labels, metric="f1", scheme=scheme)
-    targets, texts, places, answers = [], [], [], []
+    targets = []
+    texts = []
+    places = []
+    answers = []
     for gold, found in pairs:
         ids = [[labels.index(tag) for tag in tags.split()] for tags in (gold, found)]
         starts = np.arange(len(ids[0])) * 3
@@ -181,7 +189,8 @@ def test_errors_of_entities_are_named_and_partial_matches_counted():
 
 def entity_tags(rng, length):
     """IOB2 tags of random entities."""
-    entities, place = [], 0
+    entities = []
+    place = 0
     while (start := place + int(rng.integers(3))) < length:
         place = min(length, start + int(rng.integers(1, 7)))
         entities.append((start, place, ("PER", "LOC")[rng.integers(2)]))
@@ -191,7 +200,8 @@ def entity_tags(rng, length):
 @pytest.mark.parametrize("kind", ["random", "shattered", "merged"])
 def test_entities_are_matched_as_nervaluate_and_seqeval_do(kind):
     """An annotated entity that was predicted in pieces counts once."""
-    rng, pairs = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    pairs = []
     for _ in range(150):
         gold, found = (entity_tags(rng, 12) for _ in range(2))
         if kind != "random":
@@ -250,8 +260,10 @@ def test_questions_are_scored_by_length_and_first_word():
 def test_parts_are_reported_together_without_unlabeled_examples():
     gold, _, _, answers = answered(20)
     whole = make_report(CLASSES, [(split_of(gold), answers)])
-    texts, ids = [(f"text {row}",) for row in range(7, 21)], [f"id-{row}" for row in range(7, 21)]
-    first, second = split_of(gold[:7]), split_of(np.append(gold[7:], -1), texts)
+    texts = [(f"text {row}",) for row in range(7, 21)]
+    ids = [f"id-{row}" for row in range(7, 21)]
+    first = split_of(gold[:7])
+    second = split_of(np.append(gold[7:], -1), texts)
     second = dataclasses.replace(second, ids=ids)
     parts = make_report(CLASSES, [(first, answers[:7]), (second, [*answers[7:], answers[0]])])
     assert parts.content == whole.content
@@ -283,7 +295,8 @@ def test_duplicates_are_found_and_scores_given_without_them():
 def test_near_duplicates_are_all_that_a_comparison_of_all_pairs_finds():
     rng = np.random.default_rng(3)
     texts = [(" ".join(f"w{n}" for n in rng.zipf(1.2, rng.integers(1, 12)) % 15),) for _ in range(400)]
-    train, dev = split_of(np.zeros(300), texts[:300]), split_of(np.zeros(100), texts[300:])
+    train = split_of(np.zeros(300), texts[:300])
+    dev = split_of(np.zeros(100), texts[300:])
     found = {each.row: each.jaccard for each in find_duplicates(train, dev) if not each.is_exact}
     best = {}
     for row, (text,) in enumerate(dev.texts):

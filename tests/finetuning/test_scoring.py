@@ -58,7 +58,8 @@ def run(tmp_path_factory, tiny_vocab):
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_of_a_discriminator_and_its_generator(tmp_path, tiny_vocab, recipe):
     """One pass and one token at a time; a run and its export alike."""
-    run, exported = save_run(tmp_path / "run", tiny_vocab, recipe=recipe), tmp_path / "export"
+    run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
+    exported = tmp_path / "export"
     export(run, out=exported, unfinished=True)
     logits = [replaced_logits(exported / "discriminator", text) for text in TEXTS]
     log_p = np.array([pseudo_log_likelihood(exported / "generator", text) for text in TEXTS])
@@ -80,11 +81,14 @@ def test_of_a_discriminator_and_its_generator(tmp_path, tiny_vocab, recipe):
 def test_a_deberta_run_by_its_networks(tmp_path, tiny_vocab):
     """One text at a time; the discriminator's token table is the generator's and its own, added up."""
     run = save_run(tmp_path, tiny_vocab, recipe="deberta")
-    model, loaded = read_model(run), ef.load(run)
-    special, vectors = loaded.tokenizer.special_tokens, loaded.encode(TEXTS, pooling="cls")
+    model = read_model(run)
+    loaded = ef.load(run)
+    special = loaded.tokenizer.special_tokens
+    vectors = loaded.encode(TEXTS, pooling="cls")
     scores = {kind: loaded.score(TEXTS, kind) for kind in ("discriminator", "generator")}
     for number, [ids] in enumerate(loaded.tokenizer.encode_batch([text]) for text in TEXTS):
-        row, places = torch.tensor([[special["cls"], *ids, special["sep"]]]), torch.arange(len(ids))
+        row = torch.tensor([[special["cls"], *ids, special["sep"]]])
+        places = torch.arange(len(ids))
         vector = model.hidden("discriminator", *model._flat_inputs(row, None, None))[0]
         assert vectors[number] == pytest.approx(vector.numpy(), abs=1e-5)
         original = logsigmoid(-model.discriminator_logits(row)[0, 1:-1]).sum().item()
@@ -106,7 +110,8 @@ def test_a_deberta_run_by_its_networks(tmp_path, tiny_vocab):
 )
 def test_the_corrective_score_is_the_probability_of_the_original_tokens(tmp_path, tiny_vocab, changes, role, head):
     run = save_run(tmp_path, tiny_vocab, **changes)
-    model, loaded = read_model(run), ef.load(run)
+    model = read_model(run)
+    loaded = ef.load(run)
     for text, score in zip(TEXTS, loaded.score(TEXTS, "corrective"), strict=True):
         [ids] = loaded.tokenizer.encode_batch([text])
         special = loaded.tokenizer.special_tokens
@@ -198,7 +203,8 @@ class TestPairs:
         by_number = ef.evaluate(run, pairs=[path, path], text=("better one", "worse one"), group="n")
         for kind, share in expected.groups["order"].items():
             if kind != "pairs":
-                first, last = by_number.groups["1"][kind], by_number.groups["3"][kind]
+                first = by_number.groups["1"][kind]
+                last = by_number.groups["3"][kind]
                 assert share == (first + last) / 2 and found["accuracy"][kind] == pytest.approx((2 * share + 0.5) / 3)
         assert [group["pairs"] for group in by_number.groups.values()] == [2, 2, 2]
 

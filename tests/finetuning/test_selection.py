@@ -55,7 +55,9 @@ def left(folder):
 @pytest.fixture(scope="module")
 def reference(encoder_folder, data, tmp_path_factory):
     """An undisturbed training: its folder, and the parameters and dev accuracy after each step."""
-    out, take, steps = tmp_path_factory.mktemp("reference"), FinetuneStep.__call__, []
+    out = tmp_path_factory.mktemp("reference")
+    take = FinetuneStep.__call__
+    steps = []
 
     def watched(self, *given):
         found = take(self, *given)
@@ -86,9 +88,11 @@ def test_evaluations_fall_on_whole_steps_and_the_last(evals, examples, epochs, e
 
 def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
     folder, steps = reference
-    result, log = read_object(folder / "result.json"), read_records(folder / "metrics.jsonl")
+    result = read_object(folder / "result.json")
+    log = read_records(folder / "metrics.jsonl")
     rows = [line.split("\t") for line in (data / "dev.tsv").read_text().splitlines()[1:]]
-    reader, scores = ef.load(folder / "model", precision="fp32"), {}
+    reader = ef.load(folder / "model", precision="fp32")
+    scores = {}
     for step in (*range(2, 15, 2), 15):
         reader._model.load_state_dict(steps[step - 1])
         found = reader.predict([text for text, _ in rows])
@@ -107,7 +111,8 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
 
 def validation_losses(monkeypatch):
     """A list that takes the losses of all evaluations."""
-    loss, losses = Classification.validation_loss, []
+    loss = Classification.validation_loss
+    losses = []
     monkeypatch.setattr(Classification, "validation_loss", lambda *given: losses.append(loss(*given)) or losses[-1])
     return losses
 
@@ -126,11 +131,13 @@ def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path
 
     GLUE's tasks keep their score, and a warning names the remedy.
     """
-    rng, losses = random.Random(0), validation_losses(monkeypatch)
+    rng = random.Random(0)
+    losses = validation_losses(monkeypatch)
 
     def rows(count):
         for _ in range(count):
-            label, words = "rare" if rng.random() < 0.04 else "usual", rng.choices(WORDS, k=8)
+            label = "rare" if rng.random() < 0.04 else "usual"
+            words = rng.choices(WORDS, k=8)
             if rng.random() < (0.7 if label == "rare" else 0.08):
                 words[rng.randrange(8)] = "urgent"
             yield {"text": " ".join(words), "label": label}
@@ -187,7 +194,8 @@ def test_killed_anywhere_it_ends_with_the_undisturbed_model(reference, train, tm
 
 
 def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, train, tmp_path, monkeypatch):
-    predict, calls = Classification.predict, itertools.count(1)
+    predict = Classification.predict
+    calls = itertools.count(1)
 
     def signalled(*given):
         if next(calls) == 2:
@@ -203,7 +211,9 @@ def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, tr
 
 
 def test_a_callback_stops_training_after_a_checkpoint(reference, train, tmp_path):
-    logs, evaluations, checkpoints = [], [], []
+    logs = []
+    evaluations = []
+    checkpoints = []
 
     def prune(record):
         evaluations.append(record)
@@ -244,11 +254,14 @@ def test_other_validation_data_are_refused_where_they_choose_the_model(reference
 
 
 def test_curves_show_what_the_log_has(reference):
-    folder, figure = reference[0], Figure()
-    records, best = read_records(folder / "metrics.jsonl"), read_object(folder / "result.json")["best_step"]
+    folder = reference[0]
+    figure = Figure()
+    records = read_records(folder / "metrics.jsonl")
+    best = read_object(folder / "result.json")["best_step"]
     plot_finetuning(figure, {"seed 0": records}, "accuracy", {"seed 0": best})
     left, right = figure.axes
-    [line], [scores, star] = left.lines, right.lines
+    [line] = left.lines
+    [scores, star] = right.lines
     assert line.get_xydata().tolist() == [[each["step"], each["loss"]] for each in records if "loss" in each]
     found = [[each["step"], each["accuracy"]] for each in records if "accuracy" in each]
     assert scores.get_xydata().tolist() == found

@@ -99,7 +99,8 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
         ids = tokenizer.encode(text[0], truncation=True, max_length=24)
         return ids, [0] * len(ids)
 
-    examples, logits = [*texts, *extra], []
+    examples = [*texts, *extra]
+    logits = []
     for text in examples:
         ids, types = ids_of(text)
         with torch.no_grad():
@@ -107,7 +108,8 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
     scale = 5 if kind == "regression" else 1
 
     def batch_loss(chosen):
-        total, weight = 0.0, 0.0
+        total = 0.0
+        weight = 0.0
         for i in chosen:
             outputs = model.outputs(*ids_of(examples[i]))[0]
             if kind == "regression":
@@ -126,10 +128,12 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
                 else:
                     label = F.binary_cross_entropy_with_logits(outputs, y)
                 answer = 0.3 * label + 0.7 * answer
-            total, weight = total + answer, weight + 1
+            total = total + answer
+            weight = weight + 1
         return total / weight
 
-    before, order = head_of(model), training_order(config, len(examples), seed=0)
+    before = head_of(model)
+    order = training_order(config, len(examples), seed=0)
     recipe_reference.train(model, batch_loss, order, "fast", config.learning_rate)
     assert all((p - before[name]).abs().max() > 1e-5 for name, p in model.head.items())
     ours = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
@@ -154,7 +158,8 @@ def test_an_epoch_of_tagging_with_a_teacher_is_the_loss_written_out(tmp_path, ti
     folder = tmp_path / "out/tagging/seed-0/model"
     judge = transformers.AutoModelForTokenClassification.from_pretrained(teacher).eval()
     config = recipe_config("fast", "tagging", load_encoder(encoder).shape, READING).finetune
-    tokenizer, rows = transformers.AutoTokenizer.from_pretrained(folder), []
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = []
     labels = json.loads((folder / "config.json").read_text())["label2id"]
     for tokens, tags in [*tagged_sentences(24, 0, (3, 8)), *((words, None) for words in extra)]:
         encoding = tokenizer(tokens, is_split_into_words=True)
@@ -189,7 +194,8 @@ def test_parts_of_a_step_and_static_batches_have_the_same_gradients(job_of):
     answers[3] = np.nan
     training_set = job.training_set.taught(np.concatenate((answers, answers)), job.training_set, 0.9)
     chosen = np.array([0, 3, 5, 9, 20, 30])
-    model, gradients = job.work.model(), []
+    model = job.work.model()
+    gradients = []
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
     encoded = training_set.encoded
@@ -224,7 +230,8 @@ def classifier(finetuned):
 def test_labels_are_matched_by_name(classifier, tmp_path, glue_folder):
     task = read_tasks("sst2", glue=glue_folder)[0].task
     names = {"same": ("0", "1"), "other order": ("1", "0"), "default": ("LABEL_0", "LABEL_1")}
-    teacher, orders = Teacher(classifier, tmp_path / "kept", torch.device("cpu")), {}
+    teacher = Teacher(classifier, tmp_path / "kept", torch.device("cpu"))
+    orders = {}
     for name, labels in names.items():
         teacher.labels = labels
         orders[name] = teacher.check(task, 1)
@@ -238,10 +245,14 @@ def test_labels_are_matched_by_name(classifier, tmp_path, glue_folder):
 def test_answers_are_computed_once_and_survive_a_kill(classifier, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(teaching, "BLOCK", 4)
     split = named_split([(text,) for text, _ in sentences(11)])
-    wanted, asked = FinetunedModel(classifier, precision="fp32").outputs_of(split), []
+    wanted = FinetunedModel(classifier, precision="fp32").outputs_of(split)
+    asked = []
 
     class Counting:
-        kind, labels, num_texts, limit = "classification", ("0", "1"), 1, 2
+        kind = "classification"
+        labels = ("0", "1")
+        num_texts = 1
+        limit = 2
 
         def outputs_of(self, part):
             if len(asked) == self.limit:

@@ -77,7 +77,8 @@ def numbers(result):
 
 def test_a_model_of_another_task_is_named(trained, squad_folder, tmp_path):
     (tmp_path / "lines.txt").write_text("a line\n")
-    questions, lines = squad_folder / "dev-v1.1.json", tmp_path / "lines.txt"
+    questions = squad_folder / "dev-v1.1.json"
+    lines = tmp_path / "lines.txt"
     for task, name, file in (("squad2", "question-answering", lines), ("tagging", "tagging", questions)):
         model = trained(task, "bert", "published")[1] / task / "seed-0" / "model"
         for command, message in (("predict", f"is for {name}"), ("detect", "")):

@@ -96,8 +96,11 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
     sizes = {"model.vocab_size": "300", "data.mask_prob": "0.25", "data.sequence_length": "32"}
     sizes |= {"model.dropout": "0", "model.attention_dropout": "0", "train.batch_size": "4"}
     config = Config.preset("tiny", "google").override(sizes | (VARIANTS | OTHER_SHAPES)[name])
-    num_rows, length, slots = 4, 32, 8
-    shape, mask_shape = (num_rows, length), (num_rows, slots)
+    num_rows = 4
+    length = 32
+    slots = 8
+    shape = (num_rows, length)
+    mask_shape = (num_rows, slots)
     batch = {
         "input_ids": torch.randint(5, 300, shape, dtype=torch.int32),
         "token_type_ids": torch.zeros(shape, dtype=torch.int32),
@@ -113,7 +116,8 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
         for part in stage.frozen:
             model.get_submodule(part).requires_grad_(False)
         denominators = stage.objective.loss_denominators(batch)
-        compute, key = ComputeConfig("sdpa", torch.float32), RngKey(torch.tensor([1, 2]))
+        compute = ComputeConfig("sdpa", torch.float32)
+        key = RngKey(torch.tensor([1, 2]))
         with use_impl("reference"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             stage.objective.forward(model, MicroBatch(batch, compute, key, denominators)).loss.backward()
         expected = flops_per_token(config, [stage]).total * num_rows * length
@@ -177,7 +181,8 @@ def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict
 def test_local_attention_counts_the_window() -> None:
     config = Config.preset("tiny", "modern").override({"model.num_layers": 4, "objective.name": "mlm"})
     local = config.override({"model.local_attention": 8})  # layers 1 and 2
-    length, hidden = config.data.sequence_length, config.model.hidden_size
+    length = config.data.sequence_length
+    hidden = config.model.hidden_size
     saved = flops_per_token(config).generator - flops_per_token(local).generator
     assert saved == 3 * 2 * 4 * (length - 9) * hidden
 

@@ -25,7 +25,8 @@ class Generator:
 
 def test_all_graphs_of_a_runner_share_a_pool(monkeypatch):
     """Until they are dropped: torch frees a pool with its last graph."""
-    pools, handles = [], iter(range(9))
+    pools = []
+    handles = iter(range(9))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
@@ -49,7 +50,8 @@ def test_a_gpu_is_seeded_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     seed_generator(torch.device("cpu"), 3, 2, 1)
-    expected, state = torch.initial_seed(), torch.get_rng_state()
+    expected = torch.initial_seed()
+    state = torch.get_rng_state()
     seed_generator(torch.device("cuda", 1), 3, 2, 1)
     assert [each.seed for each in generators] == [None, expected]
     seed_generator(torch.device("cuda"), 7, 2, 1)

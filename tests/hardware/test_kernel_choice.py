@@ -39,7 +39,8 @@ from electra_fast.objectives import objective_of
 from electra_fast.ops import operations as ops
 from electra_fast.training.timing import SlowSteps, StepTimes
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)
 IDENTITY = {"card": "NVIDIA Test", "torch": "2", "triton": "3"}
 
@@ -66,7 +67,8 @@ class TestJudgment:
     @staticmethod
     def layer_norm_record(tiny_corpus, monkeypatch, launcher, device=None):
         monkeypatch.setattr(launchers, "layer_norm", launcher)
-        told, call = [], CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
+        told = []
+        call = CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
         checker = Checker(request_of(tiny_corpus), told.append)
         checker.device = device or checker.device
         checker._observe("layer_norm", ops.layer_norm.__wrapped__, call.args, {})
@@ -115,7 +117,8 @@ class TestJudgment:
             raise RuntimeError("no algorithm for these sizes\nmore")
 
         monkeypatch.setattr(ops, "layer_norm_reference", fail)
-        told, call = [], CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
+        told = []
+        call = CASES["layer_norm"].call(CPU, torch.float32, 6, 8, True)
         found = Record("layer_norm:8", REFERENCE, problem="RuntimeError: no algorithm for these sizes")
         for known in ({}, {("layer_norm:8", REFERENCE): found}):
             Checker(request_of(tiny_corpus, known=known), told.append)._compare(call.key, call, {"kernel": call})
@@ -132,7 +135,8 @@ class TestJudgment:
         assert done == [torch.device("cuda:3"), "pass"]
 
     def test_references_that_run_out_of_memory_get_fewer_rows(self, tiny_corpus, monkeypatch):
-        tried, told = [], []
+        tried = []
+        told = []
 
         def pass_rows(checker):
             tried.append(checker.request.num_rows)
@@ -240,7 +244,8 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
     """In processes of their own; what they found is kept, for other runs too."""
     faults(embedding_norm="kill", layer_norm="hang", narrow_feed_forward="compile", generator_head="output")
     monkeypatch.setattr(kernel_choice, "PATIENCE_SECONDS", 12.0)
-    config, run = small_config(tiny_corpus), tmp_path / "run"
+    config = small_config(tiny_corpus)
+    run = tmp_path / "run"
     settled, kernels, lines = settle_kernels(config, CPU, run)
     assert settled == config
     problems = {
@@ -313,7 +318,8 @@ def test_without_any_check_references_are_used(words, reason, tiny_corpus, tmp_p
 
 @pytest.mark.parametrize("lost", ["before a try", "out of time"])
 def test_what_is_known_is_kept_when_the_check_ends_early(lost, tiny_corpus, tmp_path, cache, monkeypatch):
-    config, known = small_config(tiny_corpus), Record("layer_norm:32", "kernel", 1.0)
+    config = small_config(tiny_corpus)
+    known = Record("layer_norm:32", "kernel", 1.0)
 
     class Process:
         has_answered = True
@@ -358,7 +364,9 @@ def test_ranks_agree(tiny_corpus, tmp_path, cache, monkeypatch):
     other.records = {("a:8", "kernel"): Record("a:8", "kernel", problem="wrong")}
 
     class World:
-        is_first, rank, size = True, 0, 2
+        is_first = True
+        rank = 0
+        size = 2
 
         def all_gather_object(self, own):
             return [own, other if isinstance(own, KernelCheck) else other.identity]
@@ -461,7 +469,8 @@ def test_steps_that_are_much_slower_than_in_the_check_are_one_warning(tiny_corpu
         assert check.execution == ("eager" if times else None)
     for changes in ({"train.kernels": "triton"}, {"train.reduce": "exact"}, {"data.sequence_length": "32"}):
         assert expected_seconds(config.override(changes), CPU, tmp_path) is None
-    slow, windows = SlowSteps(0.02), [None, 0.1, 0.02, 0.1, None, 0.03, 0.1]
+    slow = SlowSteps(0.02)
+    windows = [None, 0.1, 0.02, 0.1, None, 0.03, 0.1]
     found = [slow.warning(seconds and StepTimes(seconds, 1.0)) for seconds in windows]
     assert found[:5] == [None] * 5 and found[6] is None
     assert found[5].startswith("a step takes 30 ms, 1.5 times what it took when kernels were checked; ")
@@ -470,7 +479,8 @@ def test_steps_that_are_much_slower_than_in_the_check_are_one_warning(tiny_corpu
 def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     """For fine-tuning and prediction; whatever its vocabulary."""
     changes = {"model.num_layers": 1, "model.max_positions": 16, "data.sequence_length": 16}
-    shape, asked = Config.preset("tiny", "modern").override(changes).model, []
+    shape = Config.preset("tiny", "modern").override(changes).model
+    asked = []
     monkeypatch.setattr(kernel_choice, "settle_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
     compute, _ = settle_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
     ((config, _, folder),) = asked

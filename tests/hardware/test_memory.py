@@ -16,7 +16,8 @@ from electra_fast.ops.operations import use_impl
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.optimizers.rules import RULES
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts as a GPU that is not there would")
@@ -36,9 +37,11 @@ def of_preset(name, recipe, **changes):
 def test_equals_the_tensors_that_hooks_see_saved(tiny_corpus, recipe):
     """Real tensors and kernels, in the interpreter."""
     sizes = {"model.vocab_size": ef.Corpus(tiny_corpus).vocab_size, "model.num_layers": 1}
-    config, compute = ef.Config.preset("tiny", recipe).override(sizes), ComputeConfig("short", torch.float16)
+    config = ef.Config.preset("tiny", recipe).override(sizes)
+    compute = ComputeConfig("short", torch.float16)
     batch = ef.to_torch(next(ef.BatchLoader.from_config(config, corpus=tiny_corpus, batch_size=2)))
-    model, objective = ef.Electra(config).train(), objective_of(config)
+    model = ef.Electra(config).train()
+    objective = objective_of(config)
     given = {each.untyped_storage()._cdata for each in (*model.parameters(), *batch.values())}
     saved = {}
 
@@ -84,7 +87,8 @@ def test_the_estimate_covers_the_backward_pass(recipe):
         step = StepMemory(config, SHORT, CPU)
         saved, working = step.forward(64)
         with step._mode:
-            batch, key = step._batch(64), RngKey(torch.zeros(2, dtype=torch.int64))
+            batch = step._batch(64)
+            key = RngKey(torch.zeros(2, dtype=torch.int64))
             given = (*step._model.parameters(), *step._casts.copies, *batch.values())
             for each in step._model.train().parameters():
                 each.grad = torch.empty_like(each)

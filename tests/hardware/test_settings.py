@@ -94,7 +94,8 @@ class TestMeasurement:
         used = products_by(DiscriminatorHead)
         timed(0.4, 0.25)
         products(2.5)
-        out, other = tmp_path / "run", tmp_path / "other"
+        out = tmp_path / "run"
+        other = tmp_path / "other"
         pretrain(validation_corpus, config=auto_config(), out=out)
         told = said(capsys)
         line = "forward and backward of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
@@ -116,7 +117,8 @@ class TestMeasurement:
 
     def test_a_measured_run_equals_one_whose_values_are_given(self, validation_corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
-        few, found = {"train.steps": "8"}, []
+        few = {"train.steps": "8"}
+        found = []
         for name, result in (("measure_products", measure_products), ("measure", measure)):
             noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
             monkeypatch.setattr(hardware, name, noted)
@@ -137,7 +139,8 @@ class TestMeasurement:
         assert [compute.dtype for compute in used[1:5]] == 2 * [torch.float32, torch.bfloat16]
 
     def test_passes_take_turns_and_the_shortest_counts(self, monkeypatch):
-        now, order = [0.0], []
+        now = [0.0]
+        order = []
         monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
 
         def passes(**seconds):
@@ -209,7 +212,8 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
     monkeypatch.setattr(hardware, "choose_accumulate", choose)
     monkeypatch.setattr(hardware, "before_kernels", lambda config, _: config)
     monkeypatch.setattr(hardware, "choose_compute", lambda *_: ComputeConfig("sdpa", torch.float32))
-    config, cuda = auto_config(**{"train.accumulate": AUTO}), torch.device("cuda:0")
+    config = auto_config(**{"train.accumulate": AUTO})
+    cuda = torch.device("cuda:0")
     settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, None, is_divisible=True)
     assert seen == expected and messages == ["checked", f"{expected[-1]} fit"]
     assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"

@@ -57,7 +57,8 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
     import_(tmp_path / "model", out=tmp_path / "run", generator="small")
-    said, ours = capsys.readouterr().err, read_model(tmp_path / "run")
+    said = capsys.readouterr().err
+    ours = read_model(tmp_path / "run")
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     config = ours.config
     assert ("note: discriminator_head: not in" in said) == (name != "ElectraForPreTraining")
@@ -94,7 +95,8 @@ def test_the_first_layers_become_the_generator(
     """All of them: another copy, not the same weights."""
     theirs = hf_folder(tmp_path / "model", name)
     import_(tmp_path / "model", out=tmp_path / "run", generator=f"same-layers:{num_layers}")
-    ours, said = read_model(tmp_path / "run"), capsys.readouterr().err
+    ours = read_model(tmp_path / "run")
+    said = capsys.readouterr().err
     assert ours.config.model.tying == "embeddings" and ours.config.generator_shape().num_layers == num_layers
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     layers = theirs.base_model.layers if name.startswith("Modern") else theirs.base_model.encoder.layer
@@ -184,7 +186,8 @@ def test_a_discriminator_becomes_a_masked_language_model(
     whole = make_run(tmp_path / "run", "modern", {"model.embedding_size": 48})
     export(tmp_path / "run", out=tmp_path / "out")
     import_(tmp_path / source, out=tmp_path / "mlm", mlm=True)
-    ours, said = read_model(tmp_path / "mlm"), capsys.readouterr().err
+    ours = read_model(tmp_path / "mlm")
+    said = capsys.readouterr().err
     assert (ours.config.objective.name, list(ours.networks)) == ("mlm", ["generator"])
     assert_close(hidden(ours, "generator"), hidden(whole, "discriminator"))
     states = hidden(whole, "discriminator")

@@ -62,7 +62,9 @@ def test_a_released_pair_comes_in_and_goes_out(tmp_path: Path, prefix: str, sett
     for source in ("v3", "run", "out"):
         found = read_model(tmp_path / source)
         assert_same(logits(found), expected)
-        model, generator, optimizer = found.config.model, found.config.generator, found.config.optimizer
+        model = found.config.model
+        generator = found.config.generator
+        optimizer = found.config.optimizer
         assert (model.tying, generator.fraction, generator.num_layers) == ("disentangled", 1.0, 2)
         assert (optimizer.name, optimizer.learning_rate) == ("adamw", 5e-5)
         assert torch.equal(found.generator_embeddings.token, models["generator"].state_dict()[TABLE])
@@ -128,7 +130,8 @@ def test_a_discriminator_gets_a_generator(
     path = generator if generator in ("small", "same-layers:2") else str(tmp_path / generator)
     capsys.readouterr()
     import_(tmp_path / source, out=tmp_path / "again", generator=path)
-    said, ours = capsys.readouterr().err, read_model(tmp_path / "again")
+    said = capsys.readouterr().err
+    ours = read_model(tmp_path / "again")
     assert ours.config.model.tying == "disentangled" and ours.config.optimizer.learning_rate == 5e-5
     assert ("as the published code continues DeBERTaV3" in said) == (source == "alone")
     expected = published_logits(models)

@@ -96,14 +96,16 @@ class Bare(torch.nn.Module):
 
     def __init__(self, found: PretrainedEncoder) -> None:
         super().__init__()
-        self.embeddings, self.encoder = Embeddings(found.shape), Encoder(found.shape)
+        self.embeddings = Embeddings(found.shape)
+        self.encoder = Encoder(found.shape)
         self.load_state_dict(found.state, strict=True)
         self.eval()
         assert {x.dtype for x in found.state.values()} == {torch.float32}
 
     @torch.no_grad()
     def forward(self, ids: Tensor, positions_T: Tensor, mask: AttentionMask, types: Tensor | None = None) -> Tensor:
-        ids_T, dropout = ids.flatten(), Dropout(0.0)
+        ids_T = ids.flatten()
+        dropout = Dropout(0.0)
         types_T = torch.zeros_like(ids_T) if types is None else types.flatten()
         x_TE = self.embeddings(ids_T, positions_T, types_T, torch.float32, dropout)
         hidden: Tensor = self.encoder(x_TE, positions_T, mask, dropout).view(*ids.shape, -1)
@@ -376,7 +378,8 @@ def write_shards(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
 
 def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertForMaskedLM")
-    whole, stored = load_encoder(tmp_path), tmp_path / "model.safetensors"
+    whole = load_encoder(tmp_path)
+    stored = tmp_path / "model.safetensors"
     logits = read_model(tmp_path).generator_logits(IDS, MASK)
     tensors = load_file(stored)
     stored.unlink()
@@ -424,7 +427,8 @@ class Other:
 
 def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertModel")
-    stored, binary = tmp_path / "model.safetensors", tmp_path / "pytorch_model.bin"
+    stored = tmp_path / "model.safetensors"
+    binary = tmp_path / "pytorch_model.bin"
     tensors = load_file(stored)
     stored.unlink()
     broken = f"{binary}: not a complete file of tensors alone: torch.load(weights_only=True) raises "

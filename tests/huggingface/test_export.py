@@ -160,7 +160,8 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
     for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
         assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
-    back, types = read_model(tmp_path / "out"), torch.ones_like(IDS)
+    back = read_model(tmp_path / "out")
+    types = torch.ones_like(IDS)
     with torch.no_grad():
         typed = {"discriminator": back.discriminator_logits(IDS, MASK, types)}
         typed["generator"] = back.generator_logits(IDS, MASK, types)
@@ -249,7 +250,8 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
     back = read_model(tmp_path / "out")
     assert back.embeddings is back.generator_embeddings
     for name in ("embeddings.token", "discriminator.projection.weight", "generator_head.projection.weight"):
-        found, expected = back.get_parameter(name), fresh.get_parameter(name)
+        found = back.get_parameter(name)
+        expected = fresh.get_parameter(name)
         assert 0.7 < found.std() / expected.std() < 1.4, name
 
 
@@ -274,7 +276,8 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["google", "modern"])
 def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> None:
     """`transformers` reads it without a missing tensor; for us the folder is what it was without it."""
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     make_run(run, recipe, {"model.embedding_size": 48, "data.packing": "best-fit"})
     export(run, out=out)
     name = "ElectraModel" if recipe == "google" else "ModernBertModel"

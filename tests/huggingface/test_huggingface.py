@@ -93,7 +93,8 @@ def test_encoders_without_heads_continue_with_new_ones(
     same_width: dict[str, dict[str, Any]] = {"model.embedding_size": 64, "generator.fraction": 1.0}
     recipe, changes = ("google", {}) if architecture == "bert" else ("modern", same_width)
     write_folders(tmp_path / "whole", recipe, changes)
-    expected, base = {}, "electra" if architecture == "bert" else "model"
+    expected = {}
+    base = "electra" if architecture == "bert" else "model"
     for role in ("discriminator", "generator"):
         whole = transformers.AutoModel.from_pretrained(tmp_path / "whole" / role).eval()
         whole.save_pretrained(tmp_path / "bare" / role)

@@ -17,7 +17,8 @@ from electra_fast.huggingface.export import export, import_
 from electra_fast.training.pretrain import pretrain
 
 TRAIN = {"steps": 3, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "eval_every": 0}
-TEXTS, BASE = ["acme/webtext", "squad"], {"base_model": "google/electra-base"}
+TEXTS = ["acme/webtext", "squad"]
+BASE = {"base_model": "google/electra-base"}
 REMARK = "Token type 1 never occurred in training."
 
 
@@ -50,7 +51,8 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
         assert str(tmp_path) not in card.content and "imported" not in card.text
         folder = tmp_path / "out" / role
         (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-        encoder, whole = AutoModel.from_pretrained(folder), getattr(transformers, name).from_pretrained(folder)
+        encoder = AutoModel.from_pretrained(folder)
+        whole = getattr(transformers, name).from_pretrained(folder)
         counts = f"{encoder.num_parameters():,} parameters"
         if role != "encoder":
             counts += f" in `AutoModel`, {whole.num_parameters():,} with the head"

@@ -67,8 +67,10 @@ def tokenized(folder: Path, *texts: list[str]) -> dict[str, Tensor]:
 @torch.no_grad()
 def assert_read_back(folder: Path, base: Any, before: Path) -> None:
     """A folder that another library saved gives that library's hidden states here, and has the same vocabulary."""
-    found, batch = load_encoder(folder), tokenized(before, *map(list, zip(*PAIRS, strict=True)))
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    found = load_encoder(folder)
+    batch = tokenized(before, *map(list, zip(*PAIRS, strict=True)))
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
     num_rows, length = ids.shape
     padded = AttentionMask.padded(num_rows, length, mask, found.shape.local_attention)
     hidden = Bare(found)(ids, (torch.arange(length) * mask).flatten(), padded, batch.get("token_type_ids"))
@@ -221,7 +223,8 @@ def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path
 
     _, out = exported
     model = sentence_transformers.CrossEncoder(str(out / "encoder"), num_labels=1, device="cpu")
-    batch, targets = model.preprocess(PAIRS), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    batch = model.preprocess(PAIRS)
+    targets = torch.tensor([1.0, 0.0, 1.0, 0.0])
     score = torch.nn.functional.binary_cross_entropy_with_logits
     steps(model.parameters(), lambda: score(model(dict(batch))["scores"].flatten(), targets))
     model.save_pretrained(str(tmp_path / "saved"))
@@ -286,7 +289,8 @@ def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
 
 
 def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     make_run(run, "google", {"objective.name": "mlm", "model.num_layers": 1})
     done = in_process.run("export", run, "--out", out, "--onnx")
     line = r"/encoder/model.onnx: last_hidden_state within [\d.]+e-\d\d of torch's; one example of 128 tokens takes"

@@ -22,7 +22,8 @@ TEXTS = [
 
 def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
     """A byte-order mark is no part of the first entry."""
-    vocab, content = tmp_path / "vocab.txt", "\n".join([*SPECIAL, "the"]).encode()
+    vocab = tmp_path / "vocab.txt"
+    content = "\n".join([*SPECIAL, "the"]).encode()
     vocab.write_bytes(b"\xef\xbb\xbf" + content)
     write_tokenizer(tmp_path / "out", Tokenizer(vocab, cased=True), 77)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES} - {"added_tokens.json"}

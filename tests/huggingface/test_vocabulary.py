@@ -102,7 +102,8 @@ def test_all_tables_have_the_rows_of_the_same_entries(
     old = ef.Tokenizer(tmp_path / "run")
     changed = with_vocabulary(model, tmp_path / "run/tokenizer", vocabulary(tmp_path / "new", *MADE_OF, "ŋ"))
     said = capsys.readouterr().err
-    before, after = dict(model.named_parameters()), dict(changed.named_parameters())
+    before = dict(model.named_parameters())
+    after = dict(changed.named_parameters())
     special = [old.special_tokens[role] for role in ("mask", "sep", "pad", "unk", "cls")]
     made_of = [[number] for number in special] + [[*map(WORDS.index, pieces.split())] for pieces in MADE_OF.values()]
     assert before.keys() == after.keys()
@@ -120,7 +121,9 @@ def test_all_tables_have_the_rows_of_the_same_entries(
 
 def test_the_same_entries_change_nothing_and_padding_is_no_part_of_a_mean(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "google", {})
-    table, old, new = model.embeddings.token, tmp_path / "vocab.txt", tmp_path / "new.txt"
+    table = model.embeddings.token
+    old = tmp_path / "vocab.txt"
+    new = tmp_path / "new.txt"
     old.write_text("\n".join(WORDS[:150]))
     assert with_vocabulary(model, old, old) is model
     new.write_text("\n".join([*WORDS[:147], WORDS[148], WORDS[147], "ŋ"]))
@@ -131,7 +134,8 @@ def test_the_same_entries_change_nothing_and_padding_is_no_part_of_a_mean(tmp_pa
 
 def by_hand(model: Any, normalizer: Any, splitter: Any, mask: str = "<mask>") -> Crate:
     crate = Crate(model)
-    crate.normalizer, crate.pre_tokenizer = normalizer, splitter
+    crate.normalizer = normalizer
+    crate.pre_tokenizer = splitter
     crate.add_special_tokens([*NAMES, mask])
     crate.add_tokens(["NEW"])
     return crate

@@ -27,7 +27,8 @@ class Stream:
     device = None
 
     def __init__(self, machine):
-        self.machine, self.clock = machine, Counter()
+        self.machine = machine
+        self.clock = Counter()
 
     def record_event(self):
         return Counter(self.clock)
@@ -43,10 +44,15 @@ class Machine(TorchDispatchMode):
 
     def __init__(self, left_out=None):
         super().__init__()
-        self.left_out, self.num_waits, self.races, self.kept = left_out, 0, [], []
+        self.left_out = left_out
+        self.num_waits = 0
+        self.races = []
+        self.kept = []
         self.current = Stream(self)
         # By storage: the last write, and the reads since, as pairs of stream and number.
-        self.writes, self.reads, self.streams = {}, defaultdict(list), set()
+        self.writes = {}
+        self.reads = defaultdict(list)
+        self.streams = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -71,7 +77,8 @@ class Machine(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self, stream):
-        previous, self.current = self.current, stream
+        previous = self.current
+        self.current = stream
         yield
         self.current = previous
 

@@ -15,7 +15,8 @@ def make_head(num_tokens, width, dtype=torch.float32):
     """Activations and parameters large enough that no gradient is lost in rounding."""
     random = torch.Generator().manual_seed(0)
     h_TD = (torch.randn(num_tokens, width, generator=random) * 2).to(dtype)
-    bias_D, weight_1D = torch.randn(width, generator=random), torch.randn(1, width, generator=random) / width**0.5
+    bias_D = torch.randn(width, generator=random)
+    weight_1D = torch.randn(1, width, generator=random) / width**0.5
     return [x.to(DEVICE).requires_grad_() for x in (h_TD, bias_D, weight_1D, torch.tensor([0.3]))]
 
 
@@ -34,7 +35,8 @@ def test_logits_of_bf16_activations_are_fp32(width=64):
 def test_gelu_over_its_range():
     """Value and derivative from -12 to 12 and far outside equal fp64 to fp32's rounding, like torch's in fp32."""
     x_T = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -50.0, 50.0, 1e4]))).to(DEVICE)
-    zero, one = torch.zeros(1, device=DEVICE), torch.ones(1, 1, device=DEVICE)
+    zero = torch.zeros(1, device=DEVICE)
+    one = torch.ones(1, 1, device=DEVICE)
 
     def value_and_derivative(compute, x_T):
         h_T1 = x_T[:, None].clone().requires_grad_()
@@ -80,7 +82,8 @@ def test_loss_equals_truth(monkeypatch, case):
     """The mixed one by several programs, whose sums are added in several iterations."""
     monkeypatch.setattr(head, "SUM_ROWS", 2)
     num_tokens = 2 * head.LOSS_TOKENS + 5 if case == "mixed" else 255
-    arguments, scale = make_loss(num_tokens, case), 50 / num_tokens
+    arguments = make_loss(num_tokens, case)
+    scale = 50 / num_tokens
     z, y, valid = (x.double() for x in arguments)
     losses = (z.clamp(min=0) - z * y + torch.log1p(torch.exp(-z.abs()))) * valid
     gradient = scale * (torch.sigmoid(z) - y) * valid

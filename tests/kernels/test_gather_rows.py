@@ -36,7 +36,8 @@ def test_equals_indexing(num_rows, width, num_gathered, dtype):
 
 @pytest.mark.slow
 def test_registered_for_autograd_and_compilation():
-    x, index = torch.randn(7, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 0, 3], device=DEVICE)
+    x = torch.randn(7, 4, device=DEVICE, requires_grad=True)
+    index = torch.tensor([3, 0, 3], device=DEVICE)
     torch.library.opcheck(gather_rows, (x, index))
     torch.library.opcheck(add_rows, (torch.randn(3, 4, device=DEVICE), index, 7))
 
@@ -54,7 +55,8 @@ def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus):
     size = ef.Corpus(tiny_corpus).vocab_size
     config = ef.Config.preset("tiny", "google").override({"model.num_layers": 1}, vocab_size=size)
     batch = ef.to_torch(next(ef.BatchLoader(tiny_corpus, sequence_length=32, batch_size=4)))
-    model, rng_key = ef.Electra(config).train(), RngKey(torch.tensor([1, 2]))
+    model = ef.Electra(config).train()
+    rng_key = RngKey(torch.tensor([1, 2]))
     objective = objective_of(config)
     step = torch.compile(objective.forward, backend=backend, fullgraph=True)
     denominators = objective.loss_denominators(batch)

@@ -172,7 +172,8 @@ def test_logits_that_differ_by_less_than_their_exponentials_resolve():
     """exp(a - b) of neighboring floats near 0 is 1: on a CPU too the argmax must be taken of the logits."""
     x, table, bias, _, *rest = (tensor.cpu() for tensor in make_inputs(2, 300, 16))
     bias = bias.clamp(max=-1.0)
-    bias[7], bias[9] = 0.05, torch.tensor(0.05).nextafter(torch.tensor(1.0))
+    bias[7] = 0.05
+    bias[9] = torch.tensor(0.05).nextafter(torch.tensor(1.0))
     correct = ops.generator_head(x * 0, table, bias, torch.tensor([7, 9]), *rest, None)[2]
     assert correct.tolist() == [False, True]
 
@@ -181,7 +182,8 @@ def test_logits_that_differ_by_less_than_their_exponentials_resolve():
 @pytest.mark.slow
 def test_registered_for_autograd_and_compilation(path):
     x, table, bias, target, weight, slots = make_inputs(3, 140, 16)
-    leaves, end = [tensor.requires_grad_() for tensor in (x, table, bias)], (KEY, 1.0, False, True)
+    leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
+    end = (KEY, 1.0, False, True)
     arguments = (*leaves, target, weight, slots, *end) if path == "cpu" else (*leaves, target, slots, *end)
     operator = torch.ops.electra_fast.generator_head_cpu if path == "cpu" else torch.ops.electra_fast.generator_head
     torch.library.opcheck(operator.default, arguments, test_utils=TESTS)

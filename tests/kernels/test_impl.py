@@ -69,7 +69,8 @@ def test_selects_kernel_or_reference(name, monkeypatch):
     for references in (use_choices({"*": "reference"}), use_impl("reference")):
         with references:
             run()
-    has_reference, has_cpu_form = hasattr(ops, f"{name}_reference"), hasattr(cpu_ops, name)
+    has_reference = hasattr(ops, f"{name}_reference")
+    has_cpu_form = hasattr(cpu_ops, name)
     monkeypatch.setattr(ops, f"{name}_reference", refuse("reference"), raising=False)
     if has_cpu_form and has_reference:
         monkeypatch.setattr(cpu_ops, name, refuse("cpu"))

@@ -15,7 +15,9 @@ from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import use_impl
 
-NUM_ROWS, LENGTH, VOCAB = 3, 16, 90
+NUM_ROWS = 3
+LENGTH = 16
+VOCAB = 90
 KEY = torch.tensor([5, 11, 0], device=DEVICE)
 
 
@@ -112,7 +114,8 @@ def test_objective_passes_the_key_down(monkeypatch):
     batch = integers | slots | {"masked_weights": torch.ones(NUM_ROWS, 2), "segment_ids": torch.ones(shape)}
     batch["cu_seqlens"] = torch.arange(0, NUM_ROWS * LENGTH + 1, LENGTH, dtype=torch.int32)
     batch = {name: x.to(DEVICE) for name, x in batch.items()}
-    model, compute = tiny_model("bert"), ComputeConfig("sdpa", torch.float32)
+    model = tiny_model("bert")
+    compute = ComputeConfig("sdpa", torch.float32)
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(batch)
     seen = spy_on_dropout(monkeypatch, "embedding_norm", "residual_norm")

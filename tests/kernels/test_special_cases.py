@@ -57,7 +57,8 @@ class TestDropout:
             assert 0.4 < (one == other).float().mean() < 0.6
 
     def test_micro_batches_share_one_mask(self):
-        whole, later = self.keep_mask(30, 64, Dropout(0.5, KEY, 2)), KEY + torch.tensor([0, 0, 20], device=DEVICE)
+        whole = self.keep_mask(30, 64, Dropout(0.5, KEY, 2))
+        later = KEY + torch.tensor([0, 0, 20], device=DEVICE)
         assert torch.equal(whole[20:], self.keep_mask(10, 64, Dropout(0.5, later, 2)))
 
     def test_without_a_key_torch_draws(self):
@@ -74,7 +75,8 @@ class TestNorms:
     @pytest.mark.parametrize("has", ["bias", "residual", "norm bias"])
     def test_parts_may_be_missing(self, has):
         """One of them alone is there."""
-        h, residual = normal(33, 96), normal(33, 96, seed=1)
+        h = normal(33, 96)
+        residual = normal(33, 96, seed=1)
         bias, weight, norm_bias = (normal(96, seed=seed) for seed in (2, 3, 4))
         dropout = Dropout(0.3, KEY, 1)
 
@@ -94,7 +96,9 @@ class TestNorms:
 
     def test_zero_variance_and_large_means(self):
         """Rows without variance, where eps decides, and a mean much larger than the standard deviation."""
-        x, weight, norm_bias = normal(8, 128), normal(128, seed=1), normal(128, seed=2)
+        x = normal(8, 128)
+        weight = normal(128, seed=1)
+        norm_bias = normal(128, seed=2)
         flat = torch.full_like(x, 3.0)
         assert torch.equal(residual_norm.layer_norm(flat, weight, norm_bias, EPS), norm_bias.expand(8, -1))
         found, expected = (f(x + 1000, weight, norm_bias, 1e-5) for f in (residual_norm.layer_norm, ops.layer_norm))
@@ -105,7 +109,8 @@ class TestNorms:
         """Chunks and blocks that divide nothing evenly; a position without tokens gets 0."""
         monkeypatch.setattr(embedding_norm, "resident_programs", lambda *_: 30)
         random = torch.Generator().manual_seed(0)
-        dz, positions = torch.randn(900, 72, generator=random), torch.randint(0, 130, (900,), generator=random)
+        dz = torch.randn(900, 72, generator=random)
+        positions = torch.randint(0, 130, (900,), generator=random)
         found = embedding_norm.sum_by_position(dz.to(DEVICE), positions.to(DEVICE), 140, True)
         expected = torch.zeros(140, 72, dtype=torch.float64).index_add_(0, positions, dz.double())
         torch.testing.assert_close(found.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
@@ -121,9 +126,11 @@ class TestNorms:
 
 def test_thresholds_of_samples_at_and_beside_the_word_that_is_drawn():
     """The comparison is strict and unsigned: words above 2^31 are not negative."""
-    slot_M, key = torch.arange(64, device=DEVICE), KEY[:2]
+    slot_M = torch.arange(64, device=DEVICE)
+    key = KEY[:2]
     table_V2 = alias_table(torch.ones(2, dtype=torch.float64, device=DEVICE))
-    zero, mask = key[1] * 0, 2**32 - 1
+    zero = key[1] * 0
+    mask = 2**32 - 1
     coin_M = philox((zero, slot_M, key[1], zero + 2), (key[0] & mask, key[0] >> 32))[1]
     assert coin_M.max() > 2**31 > coin_M.min()
     for threshold in (0, 2**31, 2**32, *coin_M[:4].tolist(), *(coin_M[:4] + 1).tolist()):
@@ -145,7 +152,8 @@ def test_large_ids_do_not_wrap():
 class TestShortAttention:
     def test_past_the_end_of_a_row_nothing_counts(self):
         """Neither positions up to the block's end nor the neighboring row, whatever they hold."""
-        width, mask = 48, call_of("self_attention", 3, 17, 3, 16, True, False, 9, 0.1).args[3]
+        width = 48
+        mask = call_of("self_attention", 3, 17, 3, 16, True, False, 9, 0.1).args[3]
         product, dout = (normal(51, n, seed=n).to(DOT_DTYPES[1]) for n in (3 * width, width))
         bias = normal(3 * width, seed=2)
 
@@ -156,7 +164,8 @@ class TestShortAttention:
             return out.detach()[:34], torch.autograd.grad(out, leaf, dout)[0][:34]
 
         expected = rows()
-        product[34:], dout[34:] = 1e4, torch.nan
+        product[34:] = 1e4
+        dout[34:] = torch.nan
         assert_same_bits(rows(), expected)
 
     def test_refuses_what_it_has_no_kernel_for(self):
@@ -200,7 +209,8 @@ class TestBlockedAttention:
         """Segments that cross blocks, that end with one, that have one token, and padding."""
         call = call_of("self_attention", *sizes, dtype=DOT_DTYPES[0])
         with use_impl("reference"):
-            truth, eager = call.outcome(torch.float64), call.outcome()
+            truth = call.outcome(torch.float64)
+            eager = call.outcome()
         with use_impl("kernel"):
             assert excess(call.outcome(), eager, truth, 1.5, 4e-7) <= 1
 
@@ -211,7 +221,8 @@ class TestBlockedAttention:
         found = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
         _visited[(4,)](torch.tensor(ids, device=DEVICE), found, 59, 64, 16, window)
         for start, (begin, end) in zip(range(0, 64, 16), found.tolist(), strict=True):
-            own, reach = set(ids[start : start + 16]), 64 if window is None else window
+            own = set(ids[start : start + 16])
+            reach = 64 if window is None else window
             shared = [n for n, id in enumerate(ids) if id in own and start - reach <= n < start + 16 + reach]
             assert (begin, end) == (shared[0] // 4 * 4, shared[-1] + 1)
 
@@ -271,7 +282,8 @@ class TestSublayers:
         torch.testing.assert_close(dx, expected, rtol=1e-3, atol=1e-4)
 
     def test_widths_of_the_narrow_one(self, monkeypatch):
-        x, supports = torch.empty(5, 64), narrow_feed_forward.supports
+        x = torch.empty(5, 64)
+        supports = narrow_feed_forward.supports
         assert supports(x, 256) and supports(x[:, :16], 64) and supports(x, 176, True)
         for others in ((x, 512), (x[:, :48], 128), (x.repeat(1, 2), 256), (x, 176), (x, 72, True), (x, 208, True)):
             assert not supports(*others)

@@ -94,7 +94,8 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
         move(network)
         batch = {name: on_cuda(tensor) for name, tensor in batch.items()}
         seed_and_step, first_row = (torch.zeros(shape, dtype=torch.int64, device="cuda:0") for shape in (2, ()))
-        objective, compute = objective_of(config), ComputeConfig(attention, torch.bfloat16)
+        objective = objective_of(config)
+        compute = ComputeConfig(attention, torch.bfloat16)
         key = RngKey(seed_and_step, first_row)
         denominators = objective.loss_denominators(batch)
         output = objective.forward(network, MicroBatch(batch, compute, key, denominators))
@@ -123,7 +124,9 @@ class FinishedCheck(Checker):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.expected, self.depth, self.compares_shapes = Counter(), 0, False
+        self.expected = Counter()
+        self.depth = 0
+        self.compares_shapes = False
 
     def _observe(self, name, function, args, kwargs):
         is_fused = name.endswith("feed_forward") or (name == "attention" and args[3].backend == "short")
@@ -176,9 +179,11 @@ def pretend(monkeypatch, card):
 
 def checked(check, step, config, compute, backends=(), compares_shapes=False):
     """Adds the records of a check of attention backends, or of operations, and returns the calls that it expects."""
-    told, what = [], "attention" if backends else "operations"
+    told = []
+    what = "attention" if backends else "operations"
     checker = FinishedCheck(Request(what, config, None, "cuda:0", compute, 2, tuple(backends)), told.append)
-    checker.batch, checker.compares_shapes = step._batch(2), compares_shapes
+    checker.batch = step._batch(2)
+    checker.compares_shapes = compares_shapes
     checker.observe(step._model.train(), on_cuda(torch.zeros(2, dtype=torch.int64)))
     check.records |= {(each.operation, each.implementation): each for each in told}
     return checker.expected
@@ -200,17 +205,20 @@ def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
     config = config.override({"train.precision": choose_precision("auto", CUDA)})
     requested = [config.model.attention] if "model.attention" in changes else available_attention(config, CUDA)
     requested = [name for name in requested if name in ("short", "varlen", "sdpa")]
-    check, step = KernelCheck({}), StepMemory(config, choose_compute(config, CUDA), CUDA)
+    check = KernelCheck({})
+    step = StepMemory(config, choose_compute(config, CUDA), CUDA)
     with step._mode:
         compares = card == "H100" and not changes
         checked(check, step, config, replace(choose_compute(config, CUDA), attention="sdpa"), requested, compares)
         compute = choose_compute(config.override({"model.attention": check.attention(requested)}), CUDA)
         expected = checked(check, step, config, compute, compares_shapes=compares)
-        calls, launched = Counter(), Counter()
+        calls = Counter()
+        launched = Counter()
         chosen = check.kernels
 
         def count(name, function, args, kwargs):
-            before, found = launches.number, function(*args, **kwargs)
+            before = launches.number
+            found = function(*args, **kwargs)
             if name != "linear":  # whose kernel is torch's
                 calls[key_of(name, args)] += 1
                 launched[key_of(name, args)] += launches.number > before
@@ -219,7 +227,8 @@ def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
         with use_choices(chosen), Launches() as launches, observe(count):
             casts = WeightCasts(step._model, compute.dtype)
             for stage in objective_of(config).stages():
-                batch, key = step._batch(2), RngKey(on_cuda(torch.zeros(2, dtype=torch.int64)))
+                batch = step._batch(2)
+                key = RngKey(on_cuda(torch.zeros(2, dtype=torch.int64)))
                 denominators = stage.objective.loss_denominators(batch)
                 stage.objective.forward(step._model, MicroBatch(batch, compute, key, denominators))
     assert len(casts.copies) == sum(isinstance(module, torch.nn.Linear) for module in step._model.modules())
@@ -242,7 +251,8 @@ def test_fine_tuning_calls_what_the_check_of_its_encoder_knows(recipe, kind, hea
     """Strictly: another operation would be an error."""
     pretend(monkeypatch, "H100")
     shape = ef.Config.preset("tiny", recipe).override({"model.num_layers": "2", "model.vocab_size": "300"}).model
-    compute, check = ComputeConfig(attention, torch.bfloat16), KernelCheck({})
+    compute = ComputeConfig(attention, torch.bfloat16)
+    check = KernelCheck({})
     config = _of_encoder(shape, compute, 64, 2)
     step = StepMemory(config, compute, CUDA)
     model = TASK_TYPES[kind].model(shape, FinetuneSection(head=head, head_dropout=0.1), 3).train()

@@ -25,7 +25,8 @@ from electra_fast.model.attention import (
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 # Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
 SEPARATE = [name for name in BACKENDS if name != "short"]
 WINDOWED = [name for name in SEPARATE if BACKENDS[name].has_windows]
@@ -34,12 +35,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel
 
 # Three rows of 160: segments within and across blocks of 128, a row without padding, a row of one token and padding.
 LENGTHS = [[5, 70, 60], [160], [1]]
-LENGTH, NUM_HEADS, HEAD_DIM = 160, 2, 32
+LENGTH = 160
+NUM_HEADS = 2
+HEAD_DIM = 32
 
 
 def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
     """Segment ids [B, L] (0 = padding) and cu_seqlens, with T repeated `num_spare` more times at its end."""
-    ids, borders = torch.zeros(len(LENGTHS), LENGTH, dtype=torch.int32), [0]
+    ids = torch.zeros(len(LENGTHS), LENGTH, dtype=torch.int32)
+    borders = [0]
     for row, lengths in enumerate(LENGTHS):
         ends = list(itertools.accumulate(lengths))
         for number, (start, end) in enumerate(itertools.pairwise([0, *ends])):
@@ -81,7 +85,9 @@ def packed_mask(backend: str, window: int | None, device: torch.device = CPU, nu
 
 def test_the_reference_attends_within_the_window() -> None:
     """Written out for one token at a time."""
-    (_, borders), (q, k, v), window = ragged(), random_qkv(torch.float64), 7
+    _, borders = ragged()
+    q, k, v = random_qkv(torch.float64)
+    window = 7
     found = attention_reference(q, k, v, borders, window)
     for start, end in itertools.pairwise(borders.tolist()):
         for i in range(start, end):
@@ -149,7 +155,9 @@ def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, windo
     angles: tuple[Tensor | None, Tensor | None] = (None, None)
     if is_rotary:
         rotary = ops.rotary_angles(torch.arange(100).repeat(3), HEAD_DIM, 1e4, torch.float64)
-        q, k, angles = ops.rotate(q, *rotary), ops.rotate(k, *rotary), (rotary[0][:, 0], rotary[1][:, 0])
+        q = ops.rotate(q, *rotary)
+        k = ops.rotate(k, *rotary)
+        angles = (rotary[0][:, 0], rotary[1][:, 0])
     found = short_attention_reference(product, bias, ids, *angles, NUM_HEADS, window, Dropout())
     expected = attention_reference(q, k, v, borders, window).flatten(1)
     assert (found - expected).abs().max() < 1e-12
@@ -158,8 +166,10 @@ def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, windo
 def test_short_draws_a_mask_for_each_weight() -> None:
     """By key: that of a matrix of queries by heads and keys, and the same for a row in another micro-batch."""
     product, bias, ids, _ = short_inputs(torch.float32)
-    width, dropout = NUM_HEADS * HEAD_DIM, Dropout(0.3, torch.tensor([3, 4, 500]), 6)
-    product[:, : 2 * width], product[:, 2 * width :] = 0.0, 1.0  # all weights equal, all values 1
+    width = NUM_HEADS * HEAD_DIM
+    dropout = Dropout(0.3, torch.tensor([3, 4, 500]), 6)
+    product[:, : 2 * width] = 0.0  # all weights equal
+    product[:, 2 * width :] = 1.0  # all values 1
     ids = torch.ones_like(ids)
     arguments = (None, ids, None, None, NUM_HEADS, None)
     out = short_attention_reference(product, *arguments, dropout).view(300, NUM_HEADS, HEAD_DIM)
@@ -201,7 +211,8 @@ def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) ->
     starts = torch.rand(4, length, generator=random) < 0.01
     ids = starts.cumsum(1).int() + 1
     ids[1, 200:] = 0
-    ids[2], ids[3] = 1, 0  # one segment, and padding alone: full blocks
+    ids[2] = 1  # one segment
+    ids[3] = 0  # only padding
     mask = AttentionMask.packed(ids, None, "flex", 2 * window + 1 if window is not None else 0)
     ours = mask.block_mask if window is None else mask.local and mask.local.block_mask
     far = length if window is None else window
@@ -211,7 +222,8 @@ def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) ->
     assert ours is not None and ours.shape == theirs.shape and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert theirs.full_kv_num_blocks is not None and (far < 127 or theirs.full_kv_num_blocks.sum() > 0)
     for name in ("kv", "full_kv", "q", "full_q"):
-        count, listed = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
+        count = getattr(ours, f"{name}_num_blocks")
+        listed = getattr(ours, f"{name}_indices")
         assert torch.equal(count, getattr(theirs, f"{name}_num_blocks")), name
         assert torch.equal(listed, getattr(theirs, f"{name}_indices")), name
 
@@ -254,8 +266,10 @@ def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) 
     """Each error is at most twice that of the reference in the same precision."""
     if backend == "xformers":
         pytest.importorskip("xformers")
-    borders, mask = ragged(5, CUDA)[1], packed_mask(backend, window, CUDA, 5)
-    exact, qkv = truth(torch.bfloat16, CUDA, window), random_qkv(torch.bfloat16, CUDA)
+    borders = ragged(5, CUDA)[1]
+    mask = packed_mask(backend, window, CUDA, 5)
+    exact = truth(torch.bfloat16, CUDA, window)
+    qkv = random_qkv(torch.bfloat16, CUDA)
     rounded = outcome(qkv, lambda *x: attention_reference(*x, borders, window))
     for a, b, t in zip(outcome(qkv, lambda *x: attend(*x, mask)), rounded, exact, strict=True):
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
@@ -276,7 +290,8 @@ def test_varlen_ignores_empty_segments_of_long_rows_on_cuda() -> None:
 
 
 def test_the_reference_ignores_empty_segments() -> None:
-    qkv, borders = random_qkv(torch.float64), ragged()[1]
+    qkv = random_qkv(torch.float64)
+    borders = ragged()[1]
     expected = outcome(qkv, lambda *x: attention_reference(*x, borders))
     found = outcome(qkv, lambda *x: attention_reference(*x, ragged(num_spare=3)[1]))
     assert all(map(torch.equal, found, expected))
@@ -284,7 +299,8 @@ def test_the_reference_ignores_empty_segments() -> None:
 
 def test_sdpa_never_takes_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward pass gives NaN on Hopper under masks of rows of 64, 192, 320, ... tokens."""
-    is_allowed, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    is_allowed = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def noted(*arguments: Tensor, **options: Any) -> Tensor:
         is_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())

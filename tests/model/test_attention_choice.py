@@ -13,7 +13,8 @@ from electra_fast.model import attention, compute
 from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import available_attention, choose_attention, choose_compute
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 HOPPER = Card("NVIDIA H100 80GB HBM3", (9, 0))
 
 

@@ -16,7 +16,10 @@ from electra_fast.model.model import Electra
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
-HEADS, HEAD_DIM, BUCKETS, MAX_POSITIONS = 3, 4, 16, 64
+HEADS = 3
+HEAD_DIM = 4
+BUCKETS = 16
+MAX_POSITIONS = 64
 LENGTHS = {
     "a token": (1, [[1], [1]]),
     "whole rows": (9, [[9], [9]]),
@@ -30,7 +33,8 @@ class Case:
     """Segments, and random queries, keys and values of tokens and of relative positions."""
 
     def __init__(self, length: int, lengths: list[list[int]], dtype: torch.dtype = torch.float64) -> None:
-        random, self.offsets = torch.Generator().manual_seed(1), [0]
+        random = torch.Generator().manual_seed(1)
+        self.offsets = [0]
         ids, positions = torch.zeros(2, len(lengths), length, dtype=torch.int32)
         for row, parts in enumerate(lengths):
             start = 0
@@ -40,8 +44,11 @@ class Case:
                 start += part
                 self.offsets.append(row * length + start)
             self.offsets += [(row + 1) * length] * (start < length)
-        self.ids_BL, self.positions_T, self.is_token_T = ids, positions.flatten(), ids.flatten() > 0
-        self.cu_seqlens, width = torch.tensor(self.offsets, dtype=torch.int32), HEADS * HEAD_DIM
+        self.ids_BL = ids
+        self.positions_T = positions.flatten()
+        self.is_token_T = ids.flatten() > 0
+        self.cu_seqlens = torch.tensor(self.offsets, dtype=torch.int32)
+        width = HEADS * HEAD_DIM
         table_SD = torch.zeros(2 * BUCKETS, width, dtype=dtype)
         self.relative = RelativePositions.of(table_SD, MAX_POSITIONS, length, self.positions_T)
         sizes = (ids.numel(), 3 * width), (len(self.relative.table_SD), 2 * width), (ids.numel(), width)
@@ -88,10 +95,8 @@ def test_flex_attention_computes_the_formula(name: str, monkeypatch) -> None:
 
 
 def test_16_bit_gradients_differ_by_their_rounding() -> None:
-    exact, case = (
-        Case(*LENGTHS["logarithmic buckets, padding"]),
-        Case(*LENGTHS["logarithmic buckets, padding"], torch.bfloat16),
-    )
+    exact = Case(*LENGTHS["logarithmic buckets, padding"])
+    case = Case(*LENGTHS["logarithmic buckets, padding"], torch.bfloat16)
     exact.qkv_TX, exact.positions_SY, exact.grad_TD = (
         x.double() for x in (case.qkv_TX, case.positions_SY, case.grad_TD)
     )
@@ -115,9 +120,11 @@ def test_some_queries_get_what_all_get() -> None:
 
 def test_dropped_attention_weights_keep_the_mean() -> None:
     case = Case(9, [[9]] * 400, torch.float32)
-    case.qkv_TX, case.positions_SY = case.qkv_TX[:9].repeat(400, 1), case.positions_SY * 0
+    case.qkv_TX = case.qkv_TX[:9].repeat(400, 1)
+    case.positions_SY = case.positions_SY * 0
     torch.manual_seed(0)
-    dropped, kept = case.found(dropout=0.2)[0], case.found()[0]
+    dropped = case.found(dropout=0.2)[0]
+    kept = case.found()[0]
     assert not torch.equal(dropped, kept)
     assert (dropped - kept).view(400, 9, -1).mean(0).abs().max() < 0.1
 

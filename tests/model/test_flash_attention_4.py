@@ -47,9 +47,12 @@ def _backward(
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     interface = types.ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd, interface._flash_attn_bwd = _forward, _backward  # type: ignore[attr-defined]
-    cute, package = types.ModuleType("flash_attn.cute"), types.ModuleType("flash_attn")
-    cute.interface, package.cute = interface, cute  # type: ignore[attr-defined]
+    interface._flash_attn_fwd = _forward
+    interface._flash_attn_bwd = _backward  # type: ignore[attr-defined]
+    cute = types.ModuleType("flash_attn.cute")
+    package = types.ModuleType("flash_attn")
+    cute.interface = interface
+    package.cute = cute  # type: ignore[attr-defined]
     for module in (interface, cute, package):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(metadata, "version", lambda name: flash_attention_4.RELEASE)
@@ -63,8 +66,10 @@ def test_equals_the_reference_with_and_without_one_buffer(window: int | None) ->
     mask = AttentionMask.packed(IDS, OFFSETS, "flash4", local)
     mask = mask.local or mask
     random = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(16, 8, generator=random), torch.randn(24, 8, generator=random)
-    bias, dout = torch.randn(24, generator=random), torch.randn(16, 8, generator=random)
+    x = torch.randn(16, 8, generator=random)
+    weight = torch.randn(24, 8, generator=random)
+    bias = torch.randn(24, generator=random)
+    dout = torch.randn(16, 8, generator=random)
     leaves = [each.double().requires_grad_() for each in (x, weight, bias)]
     q, k, v = torch.nn.functional.linear(*leaves).view(16, 3, 2, 4).unbind(1)
     truth = attention_reference(q, k, v, OFFSETS, window).flatten(1)

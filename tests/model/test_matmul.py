@@ -55,7 +55,8 @@ def test_products_are_those_of_fp32_and_repeat(onednn, tokens, inputs, outputs):
     factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
     exact = products(*(factor.double() for factor in factors))
     with use_matmul(ONEDNN):
-        found, again = products(*factors), products(*factors)
+        found = products(*factors)
+        again = products(*factors)
     for ours, theirs, expected in zip(found, again, exact, strict=True):
         assert relative(ours, expected) < MAX_DIFFERENCE and torch.equal(ours, theirs)
 
@@ -83,7 +84,8 @@ def test_what_was_set_comes_back(processor, before):
 
 def test_threads_may_overlap(processor, before):
     processor("avx512_bw")
-    entered, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
+    entered = threading.Barrier(3)
+    leave = [threading.Event(), threading.Event()]
 
     def use(number):
         with use_matmul(ONEDNN):
@@ -148,7 +150,8 @@ def test_rounded_factors_are_never_chosen(tokens, inputs, outputs):
 
 
 def test_a_measurement_has_all_products(onednn):
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    before = torch.get_rng_state()
+    threads = torch.get_num_threads()
     for recipe in ("google", "modern"):
         found = measure_matmul(Config.preset("tiny", recipe).model, 128)
         assert 0 < found.difference < MAX_DIFFERENCE or found.fastest == DEFAULT

@@ -126,7 +126,8 @@ def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
     ids = torch.randint(4, 100, (1, 16), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(16) < 9).long()[None]
     with torch.no_grad():
-        masked, whole = model.discriminator_logits(ids, mask), model.discriminator_logits(ids)
+        masked = model.discriminator_logits(ids, mask)
+        whole = model.discriminator_logits(ids)
         alone = model.discriminator_logits(ids[:, :9])
         typed = model.discriminator_logits(ids, None, torch.ones_like(ids))
     assert (masked[:, :9] - alone).abs().max() <= 1e-5
@@ -162,7 +163,8 @@ def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role
 def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Segment ids [B, L] (0 = padding), positions [T] and segment borders of packed rows."""
     segment_ids = torch.zeros(len(lengths_BS), length, dtype=torch.long)
-    positions, borders = [], [0]
+    positions = []
+    borders = [0]
     for row, lengths in enumerate(lengths_BS):
         parts = [*lengths, length - sum(lengths)]
         segment_ids[row] = torch.cat([torch.full((n,), (i + 1) % len(parts)) for i, n in enumerate(parts)])
@@ -263,7 +265,9 @@ def test_discriminator_logits_of_bf16_states_are_products_in_fp32() -> None:
     upstream_T = torch.randn(2000, generator=random)
     logits_T = ops.token_logits(x_TD, weight, torch.zeros(1))
     dx_TD, dweight = torch.autograd.grad(logits_T, (x_TD, weight), upstream_T)
-    exact_TD, exact_D, upstream_T = x_TD.detach().double(), weight.detach().double()[0], upstream_T.double()
+    exact_TD = x_TD.detach().double()
+    exact_D = weight.detach().double()[0]
+    upstream_T = upstream_T.double()
     rounding = torch.finfo(torch.float32).eps
     assert ((logits_T - exact_TD @ exact_D).abs() <= 256 * rounding * (exact_TD.abs() @ exact_D.abs())).all()
     bound_D = 2000 * rounding * (upstream_T.abs() @ exact_TD.abs())

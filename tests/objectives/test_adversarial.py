@@ -11,9 +11,13 @@ from variants import VARIANTS
 from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import RngKey
 
-VOCAB, LENGTH, MASK = 11, 8, 4
-ORIGINAL, MASKED = (2, 7, 5, 9, 6, 8, 10, 3), (2, 5)
-NUM_BATCHES, ROWS = 20, 1000
+VOCAB = 11
+LENGTH = 8
+MASK = 4
+ORIGINAL = (2, 7, 5, 9, 6, 8, 10, 3)
+MASKED = (2, 5)
+NUM_BATCHES = 20
+ROWS = 1000
 GENERATOR = ("generator_embeddings.", "generator.", "generator_head.")
 
 
@@ -83,7 +87,8 @@ def test_the_estimator_is_unbiased(model):
         run(model, ROWS, step).loss.backward()
         estimates.append(generator_gradient(model).double())
     estimates = torch.stack(estimates)
-    mean, error = estimates.mean(0), estimates.std(0) / NUM_BATCHES**0.5
+    mean = estimates.mean(0)
+    error = estimates.std(0) / NUM_BATCHES**0.5
     # Components are correlated, so their distance is one of few numbers; a sign, a factor of 1.2 or a reward of the
     # wrong position would be 3 or more errors away. With 200,000 draws the distance is 2.5 % of the gradient.
     assert error.norm() < 0.08 * exact.norm()

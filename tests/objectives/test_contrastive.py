@@ -25,12 +25,14 @@ def whole_slots(batch, key):
 
 def test_a_fifth_of_the_segments_stays_whole():
     batch = make_batch(ROWS)
-    is_whole, used = whole_slots(batch, RngKey(KEY)), batch["masked_weights"] > 0
+    is_whole = whole_slots(batch, RngKey(KEY))
+    used = batch["masked_weights"] > 0
     segment = torch.where(used, batch["masked_positions"] // 5, -1)  # 0 or 1
     shares = []
     for number in (0, 1):
         ours = segment == number
-        count, num_whole = ours.sum(1), (is_whole & ours).sum(1)
+        count = ours.sum(1)
+        num_whole = (is_whole & ours).sum(1)
         assert ((num_whole == 0) | (num_whole == count)).all()  # a segment stays whole, or is sampled everywhere
         shares.append((num_whole > 0)[count > 0].float())
     for share in shares:
@@ -73,8 +75,10 @@ def test_the_head_counts_the_texts_that_it_recognizes():
 @pytest.mark.parametrize("name", ["electra15", "electra15, random positions"])
 def test_positions_of_electra15(name):
     """As many of each row as are masked: the masked ones, or any, drawn independently of them and of each other."""
-    config, batch = make_config(**VARIANTS[name]), make_batch(ROWS)
-    objective, inputs = objective_of(config), read(batch, RngKey(KEY), config)
+    config = make_config(**VARIANTS[name])
+    batch = make_batch(ROWS)
+    objective = objective_of(config)
+    inputs = read(batch, RngKey(KEY), config)
     counted = objective.counted(inputs, RngKey(KEY)).view(ROWS, LENGTH)
     masked = batch["input_ids"] == 4
     assert torch.equal(counted.sum(1), masked.sum(1))

@@ -35,14 +35,16 @@ def published(model, role):
 
 @pytest.mark.parametrize("kernel_size", [0, 3])
 def test_loss_and_gradients_are_those_of_the_published_step(kernel_size):
-    model, batch = make_model(make_config(**{"model.conv_kernel_size": kernel_size})), make_batch(vocab=40)
+    model = make_model(make_config(**{"model.conv_kernel_size": kernel_size}))
+    batch = make_batch(vocab=40)
     compute = MicroBatch(batch, COMPUTE, RngKey(KEY))
     with torch.no_grad():
         samples = generate(model, read_inputs(model, compute), RngKey(KEY)).sample_M.view(-1, SLOTS)
     output = run(model, batch)
     output.loss.backward()
     networks = {role: published(model, role) for role in model.networks}
-    sums, counts = [0.0, 0.0], [0, 0]
+    sums = [0.0, 0.0]
+    counts = [0, 0]
     for row in range(len(samples)):
         for start, end in SEGMENTS:
             ids = batch["input_ids"][row, start:end].long()[None]
@@ -51,7 +53,8 @@ def test_loss_and_gradients_are_those_of_the_published_step(kernel_size):
             at, original = (batch[name][row][chosen].long() for name in ("masked_positions", "masked_ids"))
             log_p = networks["generator"](ids).logits.log_softmax(-1)[0]
             sums[0] = sums[0] - log_p[at - start, original].sum()
-            corrupted, replaced = ids.clone(), torch.zeros(end - start, dtype=torch.float64)
+            corrupted = ids.clone()
+            replaced = torch.zeros(end - start, dtype=torch.float64)
             corrupted[0, at - start] = samples[row][chosen]
             replaced[at - start] = (samples[row][chosen] != original).double()
             logits = networks["discriminator"](input_ids=corrupted).logits[0]

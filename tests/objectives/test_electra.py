@@ -11,7 +11,10 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops import operations as ops
 
-VOCAB, LENGTH, SLOTS, MASK = 50, 12, 3, 4
+VOCAB = 50
+LENGTH = 12
+SLOTS = 3
+MASK = 4
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 KEY = torch.tensor([11, 3])
 LOCAL = {"model.architecture": "modernbert", "model.local_attention": "4", "model.global_attention_every": "2"}
@@ -85,7 +88,8 @@ def halves(batch):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_micro_batches_add_up(name):
     """Halves of a batch give the whole's loss, samples and gradients: accumulation changes nothing."""
-    model, batch = make_model(make_config(**DIFFERENT[name])), make_batch()
+    model = make_model(make_config(**DIFFERENT[name]))
+    batch = make_batch()
     whole = run(model, batch)
     whole.loss.backward()
     trained = [p for p in model.parameters() if p.grad is not None]
@@ -105,12 +109,14 @@ def test_micro_batches_add_up(name):
 def test_corrupt():
     masked = torch.tensor([[7, 4, 9, 4, 11, 4]], dtype=torch.int32)
     # Position 1 drawn twice (samples 20 and 25 → 22), 3 sampled right, 5 sampled wrong, one unused slot.
-    positions, originals = torch.tensor([1, 1, 3, 5, 6]), torch.tensor([8, 8, 10, 12, 0])
+    positions = torch.tensor([1, 1, 3, 5, 6])
+    originals = torch.tensor([8, 8, 10, 12, 0])
     corrupted, replaced = ops.corrupt(masked, positions, originals, torch.tensor([20, 25, 10, 33, 40]))
     assert corrupted.tolist() == [7, 22, 9, 10, 11, 33]
     assert replaced.tolist() == [False, True, False, False, False, True]
     # The label asks whether the token differs from the original: the mean of two samples may be right by accident.
-    both, accident = torch.tensor([0, 0]), torch.tensor([22, 22])
+    both = torch.tensor([0, 0])
+    accident = torch.tensor([22, 22])
     corrupted, replaced = ops.corrupt(torch.tensor([[4]]), both, accident, torch.tensor([20, 25]))
     assert corrupted.tolist() == [22] and replaced.tolist() == [False]
 

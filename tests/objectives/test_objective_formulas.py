@@ -45,11 +45,13 @@ class Transcription:
     """The loss of a batch in fp64, from a copy of a model."""
 
     def __init__(self, model):
-        self.model, self.config = copy.deepcopy(model).double(), model.config
+        self.model = copy.deepcopy(model).double()
+        self.config = model.config
         self.right = {"generator": [], "discriminator": []}
 
     def hidden(self, role, ids):
-        positions, types = torch.arange(len(ids)), torch.zeros(len(ids), dtype=torch.int64)
+        positions = torch.arange(len(ids))
+        types = torch.zeros(len(ids), dtype=torch.int64)
         window = self.config.model.local_attention
         mask = AttentionMask.padded(1, len(ids), torch.ones(1, len(ids)) if window else None, window)
         return self.model.hidden(role, torch.tensor(ids), positions, types, mask, torch.float64)
@@ -85,8 +87,10 @@ class Transcription:
         return F.layer_norm(x, x.shape, head.norm.weight, head.norm.bias, self.config.model.eps)
 
     def loss(self, batch, samples, counted=None):
-        objective, name = self.config.objective, self.config.objective.name
-        sums, counts = dict.fromkeys(("gen", "disc", "enc", "base", "fix", "sent"), 0.0), [0, 0, 0]
+        objective = self.config.objective
+        name = self.config.objective.name
+        sums = dict.fromkeys(("gen", "disc", "enc", "base", "fix", "sent"), 0.0)
+        counts = [0, 0, 0]
         for row, (start, end) in itertools.product(range(4), SEGMENTS):
             masked_ids = batch["input_ids"][row, start:end].tolist()
             slots = {
@@ -128,7 +132,8 @@ class Transcription:
                 sums["disc"] = sums["disc"] - right.log()
                 self.right["discriminator"].append(right > 0.5)
                 if name == "adversarial" and at in slots:
-                    state, reward = states[at], -right.detach().log()
+                    state = states[at]
+                    reward = -right.detach().log()
                     value = self.sigmoid("baseline_head", state.detach())
                     advantage = reward + value.detach().log()
                     log_p = self.log_probabilities("generator", state)[sample[at]]
@@ -162,10 +167,12 @@ class Transcription:
 def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}
     model, batch = model_and_batch(**changes | {"model.architecture": architecture} | VARIANTS.get(name, LOCAL))
-    objective, output = objective_of(model.config), run(model, batch)
+    objective = objective_of(model.config)
+    output = run(model, batch)
     output.loss.backward()
 
-    counted, samples = None, batch["masked_ids"]
+    counted = None
+    samples = batch["masked_ids"]
     if name != "mlm":
         samples = samples_of(model, batch)
         assert (samples != batch["masked_ids"])[batch["masked_weights"] > 0].any()
@@ -178,7 +185,8 @@ def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     theirs = dict(written_out.model.named_parameters())
     for parameter_name, parameter in model.named_parameters():
-        gradient, found = theirs[parameter_name].grad, parameter.grad
+        gradient = theirs[parameter_name].grad
+        found = parameter.grad
         if gradient is None:
             assert found is None or not found.any(), parameter_name
             continue

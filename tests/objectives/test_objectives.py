@@ -24,8 +24,10 @@ from electra_fast.training.pretrain import pretrain
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_objective_keeps_its_contract(name):
-    model, batch = make_model(make_config(**VARIANTS[name])), make_batch()
-    objective, output = objective_of(model.config), run(model, batch)
+    model = make_model(make_config(**VARIANTS[name]))
+    batch = make_batch()
+    objective = objective_of(model.config)
+    output = run(model, batch)
     assert output.loss.dtype == torch.float32 and output.loss.shape == ()
     assert set(output.totals) <= set(objective.metric_totals) and output.totals["tokens"] == 40
     assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
@@ -40,7 +42,8 @@ def test_an_objective_keeps_its_contract(name):
         assert all(objective.describe(role))
     has_option = objective.name == "electra" and not model.config.objective.corrective_weight
     assert objective.could_have("corrective_head") == has_option
-    stages, num_steps = objective.stages(), model.config.train.steps
+    stages = objective.stages()
+    num_steps = model.config.train.steps
     assert stages[0].first_step == 0 and sum(stage.num_steps for stage in stages) == num_steps
     assert objective.stage(0) == stages[0] and objective.stage(num_steps - 1) == stages[-1]
 
@@ -48,7 +51,9 @@ def test_an_objective_keeps_its_contract(name):
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(name):
     """As in tables that are padded to a size that GPUs like."""
-    model, batch, num_entries = make_model(make_config(**DIFFERENT[name])), make_batch(vocab=20), 20
+    model = make_model(make_config(**DIFFERENT[name]))
+    batch = make_batch(vocab=20)
+    num_entries = 20
     model.limit_vocabulary(num_entries)
     if model.config.generator.kind == "unigram":
         model.proposal.set_counts(torch.ones(num_entries))
@@ -124,7 +129,8 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
             ef.export(tmp_path / "run", out=tmp_path / "hf")
         return
     ef.export(tmp_path / "run", out=tmp_path / "hf")
-    ours, theirs = ef.load(tmp_path / "run").model, ef.load(tmp_path / "hf").model
+    ours = ef.load(tmp_path / "run").model
+    theirs = ef.load(tmp_path / "hf").model
     names = {f"{role}_logits" for role in ours.networks}
     ids = torch.randint(5, 20, (2, 9), generator=torch.Generator().manual_seed(0))
     folders = {folder.name for folder in (tmp_path / "hf").iterdir()}
@@ -136,7 +142,8 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
         assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
     # What is fine-tuned is the result, not its generator, from the run as from the export.
-    encoder, again = load_encoder(tmp_path / "run"), load_encoder(tmp_path / "hf")
+    encoder = load_encoder(tmp_path / "run")
+    again = load_encoder(tmp_path / "hf")
     assert encoder.content_hash == again.content_hash
     assert torch.equal(encoder.state["embeddings.token"], ours.embeddings.token)
     ef.import_(tmp_path / "hf", out=tmp_path / "imported")

@@ -13,13 +13,16 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.training import diagnostics
 from electra_fast.training.pretrain import pretrain
 
-SWITCH, FIRST = STEPS // 2, 9
+SWITCH = STEPS // 2
+FIRST = 9
 # Log lines would fall on both sides of the switch, were there not one at the end of a stage.
 OFTEN = {"train.keep_checkpoints": "100", "train.log_every": "5"}
 TWO_STAGES = VARIANTS["two-stage"] | OFTEN
 GENERATOR_FIRST = OFTEN | {"objective.generator_first": str(FIRST), "objective.corrective_weight": "1"}
-GENERATOR, DISCRIMINATOR = {"generator", "generator_head"}, {"discriminator", "discriminator_head"}
-OWN, SHARED = DISCRIMINATOR | {"corrective_head"}, {"generator_embeddings"}  # as a checkpoint calls the shared ones
+GENERATOR = {"generator", "generator_head"}
+DISCRIMINATOR = {"discriminator", "discriminator_head"}
+OWN = DISCRIMINATOR | {"corrective_head"}
+SHARED = {"generator_embeddings"}  # as a checkpoint calls the shared ones
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,9 @@ def read(run, step, name="model"):
 
 def changed(run, before, after):
     """The submodules of which every parameter, or none, changed between two steps."""
-    first, second, found = read(run, before), read(run, after), {}
+    first = read(run, before)
+    second = read(run, after)
+    found = {}
     for name in first:
         found.setdefault(name.partition(".")[0], set()).add(not torch.equal(first[name], second[name]))
     return tuple({module for module, each in found.items() if each == {value}} for value in (True, False))
@@ -57,14 +62,16 @@ def num_updates(run, *steps):
 
 def test_a_switch_copies_freezes_and_starts_afresh(run_of):
     run = run_of("two-stage")
-    generator, discriminator = GENERATOR | {"generator_embeddings"}, DISCRIMINATOR | {"embeddings"}
+    generator = GENERATOR | {"generator_embeddings"}
+    discriminator = DISCRIMINATOR | {"embeddings"}
     assert changed(run, 3, SWITCH) == (generator, discriminator)
     assert changed(run, SWITCH, SWITCH + 3) == (discriminator, generator)
     assert num_updates(run, SWITCH, SWITCH + 3) == [SWITCH, 3]
     old, new = (read(run, step, "optimizer") for step in (SWITCH, SWITCH + 3))
     assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
     # After three small steps the discriminator is near what it was copied from, and far from what it was.
-    switch, token = read(run, SWITCH), read(run, SWITCH + 3)["embeddings.token"]
+    switch = read(run, SWITCH)
+    token = read(run, SWITCH + 3)["embeddings.token"]
     copied = switch["generator_embeddings.token"]
     assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
 
@@ -85,7 +92,8 @@ def test_embeddings_of_its_own_train_with_the_generator(validation_corpus, tmp_p
 
 @pytest.mark.parametrize(("name", "switch"), [("two-stage", SWITCH), ("generator first", FIRST)])
 def test_the_log_and_the_schedule(run_of, name, switch):
-    records, steps = lines(run_of(name)), sorted({5, 10, 15, 20, 24, switch})
+    records = lines(run_of(name))
+    steps = sorted({5, 10, 15, 20, 24, switch})
     assert [record["step"] for record in records] == steps
     assert [record["discriminator_loss"] is None for record in records] == [step <= switch for step in steps]
     for record in records if name == "two-stage" else ():  # 50 is the weight of the discriminator's loss
@@ -94,7 +102,8 @@ def test_the_log_and_the_schedule(run_of, name, switch):
         assert record["loss"] == pytest.approx(expected) and record["generator_loss"] > 0
     # A warmup of 4 steps and a decay to 0 by the product schedule, twice.
     expected = [(1 - (step - 1) / switch) * min(1, (step - 1) / 4) * 1e-3 for step in steps if step <= switch]
-    later, length = [step - 1 - switch for step in steps if step > switch], STEPS - switch
+    later = [step - 1 - switch for step in steps if step > switch]
+    length = STEPS - switch
     expected += [(1 - step / length) * min(1, step / 4) * 1e-3 for step in later]
     assert [record["learning_rate"] for record in records] == pytest.approx(expected)
 
@@ -117,7 +126,8 @@ def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpu
 
 def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_path, monkeypatch):
     """The discriminator is untrained when its stage begins."""
-    first_steps, original = [], run_of("two-stage")
+    first_steps = []
+    original = run_of("two-stage")
     monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
     resumed(original, tmp_path / "run", 3, validation_corpus, tiny_config(**TWO_STAGES))
     assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
@@ -127,7 +137,8 @@ def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
     """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
     changes = {"objective.name": "mlm", "data.masking": "tokens", "train.steps": str(SWITCH), "train.log_every": "5"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
-    alone, whole = weights(tmp_path / "run"), read(run_of("two-stage"), SWITCH)
+    alone = weights(tmp_path / "run")
+    whole = read(run_of("two-stage"), SWITCH)
     assert all(torch.equal(alone[name], whole[name]) for name in alone)
 
 

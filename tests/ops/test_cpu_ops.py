@@ -39,10 +39,13 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-9}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_attention_scores_and_gradients(dtype):
     """The order of a head's dimensions is free, so what is compared are scores, values and gradients of the inputs."""
-    num_tokens, num_heads, head_dim = 37, 3, 8
+    num_tokens = 37
+    num_heads = 3
+    head_dim = 8
     width = num_heads * head_dim
     torch.manual_seed(0)
-    x, weight = random(num_tokens, width).to(dtype), random(3 * width, width, scale=width**-0.5)
+    x = random(num_tokens, width).to(dtype)
+    weight = random(3 * width, width, scale=width**-0.5)
     positions = torch.randint(0, 100, (num_tokens,))
     upstream = (random(num_heads, num_tokens, num_tokens), random(num_tokens, num_heads, head_dim))
 
@@ -76,7 +79,9 @@ def test_rotary_attention_scores_and_gradients(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_geglu(dtype):
     torch.manual_seed(0)
-    x, weight, upstream = random(50, 24).to(dtype), random(2 * 40, 24, scale=0.2), random(50, 40)
+    x = random(50, 24).to(dtype)
+    weight = random(2 * 40, 24, scale=0.2)
+    upstream = random(50, 40)
     ours, gradients = run(ops.geglu, (x, weight), [upstream.to(dtype)])
     reference, reference_gradients = run(ops.geglu, (x, weight), [upstream.to(dtype)], "reference")
     exact, exact_gradients = run(ops.geglu_reference, (x.double(), weight.double()), [upstream.double()])
@@ -115,7 +120,8 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
     assert (
         kept.min() == kept.max() == pytest.approx(1 / (1 - probability), rel=5e-3 if dtype == torch.bfloat16 else 1e-4)
     )
-    columns, rows = values.mean(0), values.mean(1)
+    columns = values.mean(0)
+    rows = values.mean(1)
     assert columns.std() < 3 * rows.std() and rows.std() < 0.2  # no element, row or column is favored
     assert (values[:, 1:] * values[:, :-1]).mean() == pytest.approx(1, abs=0.02)  # neighbors are independent
 
@@ -129,14 +135,17 @@ def test_dropout_draws_anew_and_repeats_with_the_seed():
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[4])
 
 
-NUM_ROWS, LENGTH, HEAD_DIM = 5, 17, 8
+NUM_ROWS = 5
+LENGTH = 17
+HEAD_DIM = 8
 
 
 def attention_inputs(num_heads, dtype, masked=True):
     """Queries, keys and values side by side, a gradient, and the mask: two segments in most rows, [B, 1, L, L]."""
     torch.manual_seed(0)
     width = num_heads * HEAD_DIM
-    qkv_TX, upstream_TD = random(NUM_ROWS * LENGTH, 3 * width).to(dtype), random(NUM_ROWS * LENGTH, width).to(dtype)
+    qkv_TX = random(NUM_ROWS * LENGTH, 3 * width).to(dtype)
+    upstream_TD = random(NUM_ROWS * LENGTH, width).to(dtype)
     segments_BL = torch.arange(LENGTH) < torch.tensor([9, 17, 1, 4, 12])[:, None]
     dense_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
     mask = AttentionMask(NUM_ROWS, LENGTH, dense_B1LL=dense_B1LL if masked else None)
@@ -225,9 +234,11 @@ def test_self_attention_of_two_rows_at_a_time(monkeypatch, poisoned_memory, num_
 def test_long_rows_are_left_to_torch(monkeypatch, rotary):
     """Their weights would not fit; with dropout they must."""
     mask = attention_inputs(2, torch.float32)[2]
-    x, weight = random(mask.num_rows * mask.length, 8), random(24, 8)
+    x = random(mask.num_rows * mask.length, 8)
+    weight = random(24, 8)
     angles = ops.rotary_angles(torch.arange(mask.length).repeat(mask.num_rows), 4, 1e4) if rotary else None
-    calls, original = [], cpu_ops.self_attention
+    calls = []
+    original = cpu_ops.self_attention
     monkeypatch.setattr(cpu_ops, "self_attention", lambda *args: calls.append(args[-1]) or original(*args))
     found = []
     for longest in (mask.length, mask.length - 1):

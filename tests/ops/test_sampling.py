@@ -109,7 +109,8 @@ def test_entries_of_probability_0_are_never_drawn(low: float) -> None:
 
 def test_half_precision_logits_are_sampled_in_full_precision() -> None:
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
-    slots, key = torch.arange(64), torch.tensor([1, 1])
+    slots = torch.arange(64)
+    key = torch.tensor([1, 1])
     assert torch.equal(sample_categorical(logits, slots, key), sample_categorical(logits.float(), slots, key))
 
 
@@ -136,7 +137,8 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_alias_table_has_the_probabilities_of_its_weights(name: str) -> None:
     weights = WEIGHTS[name]
-    vocab_size, table = len(weights), alias_table(weights)
+    vocab_size = len(weights)
+    table = alias_table(weights)
     assert table.shape == (vocab_size, 2) and table.dtype == torch.int64 and table.is_contiguous()
     threshold, alias = table.unbind(1)
     assert ((threshold >= 0) & (threshold <= 2**32)).all() and ((alias >= 0) & (alias < vocab_size)).all()
@@ -181,11 +183,14 @@ def test_samples_of_an_alias_table_follow_the_weights(name: str) -> None:
 
 
 def test_samples_of_an_alias_table_depend_on_slot_step_and_seed_only() -> None:
-    table, slots, key = alias_table(zipf(3000)), torch.arange(1000), torch.tensor([2**40 + 1, 9])
+    table = alias_table(zipf(3000))
+    slots = torch.arange(1000)
+    key = torch.tensor([2**40 + 1, 9])
     whole = sample_alias_reference(table, slots, key)
     for part in (slots[5:10], slots.flip(0), slots[7:8], slots[:0]):
         assert torch.equal(sample_alias_reference(table, part, key), whole[part])
-    uniform, pairs = torch.ones(16), torch.full((256,), 1 / 256)
+    uniform = torch.ones(16)
+    pairs = torch.full((256,), 1 / 256)
     first = draw_alias(uniform, 50_000)
     others = {"step": draw_alias(uniform, 50_000, step=6), "seed": draw_alias(uniform, 50_000, seed=2**32 + 3)}
     for name, other in (others | {"slot": first.roll(1)}).items():

@@ -63,7 +63,8 @@ def run(function, inputs, upstream, dtype=None):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_errors_are_at_most_those_of_the_definition(shape, dtype):
-    inputs, upstream = make_inputs(*shape, dtype), make_upstream(shape[0])
+    inputs = make_inputs(*shape, dtype)
+    upstream = make_upstream(shape[0])
     ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
     reference, reference_is_argmax = run(plain, inputs, upstream)
     exact, _ = run(plain, inputs, upstream, torch.float64)
@@ -87,11 +88,14 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_tensor_is_larger_than_a_block(dtype):
-    num_tokens, vocab_size, width = 300, 1000, 2
+    num_tokens = 300
+    vocab_size = 1000
+    width = 2
     block_elements = math.prod(BLOCK)
     assert max(num_tokens, vocab_size) * width <= block_elements
     assert min(num_tokens * BLOCK[1], BLOCK[0] * vocab_size) > block_elements
-    inputs, upstream = make_inputs(num_tokens, vocab_size, width, dtype), torch.ones(num_tokens)
+    inputs = make_inputs(num_tokens, vocab_size, width, dtype)
+    upstream = torch.ones(num_tokens)
     with LargestTensor() as largest:
         *_, most, total = vocabulary_nll._vocabulary_nll_impl(*inputs)
         vocabulary_nll._vocabulary_nll_backward_impl(upstream, *inputs, most, total)
@@ -101,7 +105,9 @@ def test_no_tensor_is_larger_than_a_block(dtype):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_registered_for_autograd_and_compilation():
     x, table, bias, target = make_inputs(10, 300, 4, torch.float32)
-    grad, largest, total = torch.randn(10), torch.full((10,), 9.0), torch.full((10,), 99.0)
+    grad = torch.randn(10)
+    largest = torch.full((10,), 9.0)
+    total = torch.full((10,), 99.0)
     leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operators = torch.ops.electra_fast
@@ -112,7 +118,8 @@ def test_registered_for_autograd_and_compilation():
 
 @pytest.mark.slow
 def test_compiles_as_one_graph():
-    inputs, upstream = make_inputs(21, 300, 16, torch.bfloat16), make_upstream(21)
+    inputs = make_inputs(21, 300, 16, torch.bfloat16)
+    upstream = make_upstream(21)
     expected, expected_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
     compiled = torch.compile(vocabulary_nll.vocabulary_nll, backend="aot_eager", fullgraph=True)
     found, is_argmax = run(compiled, inputs, upstream)
@@ -121,7 +128,9 @@ def test_compiles_as_one_graph():
 
 
 def test_argmax_of_equal_logits_is_the_first():
-    x, table, bias = torch.zeros(5, 4), torch.zeros(700, 4), torch.zeros(700)
+    x = torch.zeros(5, 4)
+    table = torch.zeros(700, 4)
+    bias = torch.zeros(700)
     target = torch.tensor([0, 1, 128, 256, 699])
     assert vocabulary_nll.vocabulary_nll(x, table, bias, target)[1].tolist() == [True, False, False, False, False]
     bias[[300, 650]] = 1.0
@@ -131,7 +140,8 @@ def test_argmax_of_equal_logits_is_the_first():
 
 def test_entries_of_probability_zero():
     """A bias of -inf, for a whole block."""
-    inputs, upstream = make_inputs(9, 700, 16, torch.float64), make_upstream(9)
+    inputs = make_inputs(9, 700, 16, torch.float64)
+    upstream = make_upstream(9)
     inputs[2][:512] = -math.inf
     inputs[3][:] = torch.arange(9) + 600
     ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)

@@ -51,7 +51,8 @@ def plain(**changes):
 
 
 def test_adamw_equals_torch():
-    ours, named = train(plain()), parameters()
+    ours = train(plain())
+    named = parameters()
     decayed = [p for p in named.values() if p.dim() == 2]
     rest = [p for p in named.values() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -65,7 +66,9 @@ def test_sparse_gradients_update_as_whole_ones():
 
     So long as few rows have moments, only they are updated, and the others decay.
     """
-    config, random, results = plain(clip_norm=0.5), torch.Generator().manual_seed(0), []
+    config = plain(clip_norm=0.5)
+    random = torch.Generator().manual_seed(0)
+    results = []
     steps = [(torch.randint(9, (4,), generator=random), torch.randn(4, 3, generator=random)) for _ in range(8)]
     for is_sparse in (True, False):
         table = torch.nn.Parameter(torch.ones(60, 3))
@@ -91,10 +94,12 @@ def test_sparse_gradients_update_as_whole_ones():
 
 def test_without_bias_correction_written_out():
     """BERT's AdamWeightDecay."""
-    ours, named = train(plain(bias_correction=False), scale=0.5), parameters()
+    ours = train(plain(bias_correction=False), scale=0.5)
+    named = parameters()
     for name, parameter in named.items():
         weight = parameter.detach().double()
-        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+        exp_avg = torch.zeros_like(weight)
+        exp_avg_sq = torch.zeros_like(weight)
         for step in range(STEPS):
             gradient = gradients(named, step)[name].double()
             exp_avg = 0.9 * exp_avg + 0.1 * gradient
@@ -150,7 +155,8 @@ def test_tall_matrices_share_a_batch_with_wide_ones_on_a_gpu():
             found |= stack.split(orthogonalize(stack.join(matrices)), torch.tensor(-0.5))
         return found
 
-    apart, together = updates(stacks(matrices)), updates(merged)
+    apart = updates(stacks(matrices))
+    together = updates(merged)
     assert len(stacks(matrices)) == 3 and apart.keys() == together.keys() == shapes.keys()
     for name, found in together.items():
         torch.testing.assert_close(found, apart[name], rtol=0, atol=1e-5)
@@ -254,10 +260,12 @@ def test_lamb_adapts_each_tensor_of_the_published_layout(bias_correction):
 
     for part, weight in weights.items():
         weight = weight.double()
-        exp_avg, exp_avg_sq = torch.zeros_like(weight), torch.zeros_like(weight)
+        exp_avg = torch.zeros_like(weight)
+        exp_avg_sq = torch.zeros_like(weight)
         for step in range(STEPS):
             gradient = grads[step][part].double()
-            exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.999 * exp_avg_sq + 0.001 * gradient**2
+            exp_avg = 0.9 * exp_avg + 0.1 * gradient
+            exp_avg_sq = 0.999 * exp_avg_sq + 0.001 * gradient**2
             done = step + 1 if bias_correction else math.inf
             change = exp_avg / (1 - 0.9**done) / ((exp_avg_sq / (1 - 0.999**done)).sqrt() + 1e-6)
             if part != "bias":
@@ -284,15 +292,18 @@ def test_clipping():
 def test_frozen_parameters_are_left_out(rule):
     """They are neither updated nor stored nor in the norm; the others are updated as if alone."""
     config = plain(name=rule, clip_norm=1.0)
-    named, alone = parameters(), parameters()
+    named = parameters()
+    alone = parameters()
     frozen = ("wide.weight", "x.bias")
     for name in frozen:
         named[name].requires_grad_(False)
         del alone[name]
-    optimizer, expected = Optimizer(named.items(), config), Optimizer(alone.items(), config)
+    optimizer = Optimizer(named.items(), config)
+    expected = Optimizer(alone.items(), config)
     for step in range(STEPS):
         for name, gradient in gradients(alone, step).items():
-            named[name].grad, alone[name].grad = gradient.clone(), gradient.clone()
+            named[name].grad = gradient.clone()
+            alone[name].grad = gradient.clone()
         assert torch.equal(update(optimizer), update(expected))
     for name, parameter in named.items():
         assert torch.equal(parameter, parameters()[name] if name in frozen else alone[name]), name

@@ -52,7 +52,8 @@ def test_the_verdict_is_that_of_a_t_test():
     """Of two rows, the pooled interval is that of scipy's two-sample test."""
     rng = np.random.default_rng(0)
     for gap in (0.0, 0.5, 1.0, 3.0, -3.0):
-        ours, theirs = rng.normal(gap, 1, 4).tolist(), rng.normal(0, 1, 3).tolist()
+        ours = rng.normal(gap, 1, 4).tolist()
+        theirs = rng.normal(0, 1, 3).tolist()
         found = judge(Claim("", {"a": 1.0, "b": -1.0}), {"a": ours, "b": theirs})
         test = stats.ttest_ind(ours, theirs)
         interval = test.confidence_interval(0.95)
@@ -72,7 +73,8 @@ def test_other_rows_sharpen_the_variance_weights_enter_squared_and_one_seed_deci
     error = (variance * (1 / 2 + 4 / 2 + 1 / 3)) ** 0.5
     assert found["difference"] == pytest.approx(1.5 - 1.0 + 5.2)
     assert found["margin"] == pytest.approx(stats.t.ppf(0.975, 4) * error)
-    claim, alone = Claim("", {"a": 1.0, "b": -1.0}), {"claim": "", "difference": 8.0, "margin": None}
+    claim = Claim("", {"a": 1.0, "b": -1.0})
+    alone = {"claim": "", "difference": 8.0, "margin": None}
     assert judge(claim, {"a": [9.0], "b": [1.0]}) == alone | {"verdict": "undecided"}
     assert judge(claim, {"a": [9.0], "b": []})["verdict"] == "not measured"
 

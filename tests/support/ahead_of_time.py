@@ -100,7 +100,8 @@ def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any])
     """(module, name, types, constants, options): a type with a trailing "!" is divisible by 16."""
     parameters = inspect.signature(kernel.fn).parameters
     values = dict(zip(parameters, args, strict=False)) | options
-    types, constants = {}, {}
+    types = {}
+    constants = {}
     for name, parameter in parameters.items():
         value = values.pop(name)
         if value is None or "constexpr" in str(parameter.annotation):

@@ -23,7 +23,8 @@ counts = {"started": 0, "not slow": 0}
 
 
 def pytest_configure() -> None:
-    this, spawn = os.getpid(), multiprocessing.process.BaseProcess.start
+    this = os.getpid()
+    spawn = multiprocessing.process.BaseProcess.start
 
     def count(event: str, _: Any) -> None:
         if event in EVENTS and os.getpid() == this:

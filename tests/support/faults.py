@@ -70,7 +70,9 @@ def install():
     text = os.environ.get(VARIABLE, "")
     if not text or launch.attempt > 0:
         return
-    faults, call, load = Faults(text, launch.rank), TrainStep.__call__, Backward.load
+    faults = Faults(text, launch.rank)
+    call = TrainStep.__call__
+    load = Backward.load
 
     def call_with_faults(self, rows, step, *arguments):
         faults.inject(step, self.model)
@@ -79,7 +81,8 @@ def install():
     def load_with_faults(self, batch, step, denominators=None):
         load(self, batch, step, None if denominators is None else faults.denominators(step, denominators))
 
-    TrainStep.__call__, Backward.load = call_with_faults, load_with_faults
+    TrainStep.__call__ = call_with_faults
+    Backward.load = load_with_faults
 
 
 if __name__ == "__main__":

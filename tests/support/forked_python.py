@@ -97,16 +97,19 @@ def become(name, words):
     if NAMES[name]:
         sys.argv = [name, *words]
         return importlib.import_module(NAMES[name]).main()
-    sys.path[0], sys.argv = os.getcwd(), words
+    sys.path[0] = os.getcwd()
+    sys.argv = words
     if words[0] == "-m":
         del words[0]
         return runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[0] == "-c":
-        path, code = "<string>", words.pop(1)
+        path = "<string>"
+        code = words.pop(1)
     else:
         path = main.__file__ = os.path.abspath(words[0])
-        sys.path[0], code = os.path.dirname(path), Path(path).read_text(encoding="utf-8")
+        sys.path[0] = os.path.dirname(path)
+        code = Path(path).read_text(encoding="utf-8")
     exec(compile(code, path, "exec"), vars(main))
     return None
 

@@ -46,7 +46,8 @@ import electra_fast as ef
 from electra_fast.cli import main as command_line
 from electra_fast.files import checkpoint_folder
 
-SECONDS, EXTRA_BYTES = 20.0, 1 << 30
+SECONDS = 20.0
+EXTRA_BYTES = 1 << 30
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # What takes the place of a number or of a value.
 NUMBERS = ["0", "-1", "1", "255", "65536", "2147483648", "4294967295", "9223372036854775807", "18446744073709551616"]
@@ -115,9 +116,11 @@ def make_targets(root: Path) -> Iterator[Target]:
     tiny_reading.write_conll(data / "tagging", train=8, dev=4)
     tiny_reading.write_squad(data / "question-answering", train=3, dev=2)
     quick = tiny_reading.flags(tiny_reading.SETTINGS | {"finetune.epochs": "1"})
-    questions, models_of = {"classification": ["--text", "sentence", "--label", "label"]}, {}
+    questions = {"classification": ["--text", "sentence", "--label", "label"]}
+    models_of = {}
     for task in ("classification", "tagging", "question-answering"):
-        train_file, dev_file = sorted(data.glob(f"{task}/train*"))[0], sorted(data.glob(f"{task}/dev*"))[0]
+        train_file = sorted(data.glob(f"{task}/train*"))[0]
+        dev_file = sorted(data.glob(f"{task}/dev*"))[0]
         options = ("--task", task, *questions.get(task, []), *quick)
         out = root / f"tuned-{task}"
         start = ("finetune", str(encoder), *options)
@@ -305,7 +308,8 @@ MUTATIONS = [_flip, _flip, _slice, _cut, _insert, _number, _number, _value, _val
 def run_case(target: Target, rng: random.Random, work: Path, keep: Path, failures: dict[str, str]) -> None:
     """Copies the files, changes one, runs the command, and judges how it ended."""
     shutil.rmtree(work, ignore_errors=True)
-    folder, out = work / "files", work / "out"
+    folder = work / "files"
+    out = work / "out"
     shutil.copytree(target.folder, folder)
     file = rng.choice(sorted(path for path in folder.glob(target.mutable) if path.is_file()))
     change(file, rng, target.specials)
@@ -356,7 +360,8 @@ def _be_the_command(arguments: list[str], work: Path) -> None:
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(os.open(work / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         resource.setrlimit(resource.RLIMIT_DATA, (_of_this_process("VmData") + 4 * EXTRA_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         code = command_line(arguments)
@@ -413,7 +418,8 @@ def main() -> int:
         (work / "seeds").mkdir()
         targets = [t for t in make_targets(work / "seeds") if any(word in t.name for word in options.only)]
         failures: dict[str, dict[str, str]] = {target.name: {} for target in targets}
-        number, end = 0, time.monotonic() + 60 * options.minutes
+        number = 0
+        end = time.monotonic() + 60 * options.minutes
         while number < options.cases and time.monotonic() < end:
             for target in targets:
                 rng = random.Random(f"{options.seed} {target.name} {number}")

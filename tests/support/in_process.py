@@ -15,7 +15,8 @@ from electra_fast.cli import main
 def run(*arguments: object) -> "CompletedProcess[str]":
     """As `subprocess.run` of `python -m electra_fast` with captured text; an unexpected error is raised instead."""
     words = [str(argument) for argument in arguments]
-    output, errors = io.StringIO(), io.StringIO()
+    output = io.StringIO()
+    errors = io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):

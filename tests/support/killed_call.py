@@ -9,7 +9,8 @@ import pytest
 @contextlib.contextmanager
 def killed_at_call(owner, name, number, *, after=False):
     """Ends the block at this call of a function, from 1, or `after` it, if there are as many calls."""
-    original, calls = getattr(owner, name), itertools.count(1)
+    original = getattr(owner, name)
+    calls = itertools.count(1)
 
     def counted(*given):
         is_last = next(calls) == number

@@ -48,9 +48,11 @@ class MaskedLanguageModel(transformers.DebertaV2ForMaskedLM):
         self.post_init()
 
     def forward(self, input_ids, attention_mask=None):
-        encoder, embeddings = self.deberta.encoder, self.deberta.embeddings
+        encoder = self.deberta.encoder
+        embeddings = self.deberta.embeddings
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        positions, embeddings.position_embeddings = embeddings.position_embeddings, None
+        positions = embeddings.position_embeddings
+        embeddings.position_embeddings = None
         hidden_BLD = self.deberta(input_ids, mask, output_hidden_states=True).hidden_states[-2]
         embeddings.position_embeddings = positions
         states_BLD = hidden_BLD + positions.weight[: input_ids.shape[1]]

@@ -32,7 +32,8 @@ class Rank:
     """A running rank: its process id, and what it says."""
 
     def __init__(self, server, environment, arguments, said, folder):
-        self._server, self._said = server, said
+        self._server = server
+        self._said = said
         request = {"environment": environment, "arguments": arguments, "said": str(said), "folder": str(folder)}
         self.pid = server.ask(request)
 
@@ -159,7 +160,8 @@ def kill_at_save():
     if number:
         from electra_fast.finetuning.training import seed_run
 
-        save, calls = seed_run.SeedRun._save, itertools.count(1)
+        save = seed_run.SeedRun._save
+        calls = itertools.count(1)
         seed_run._NUM_LOGS = NUM_LOGS
         seed_run.SeedRun._save = lambda run: (
             os.kill(os.getpid(), signal.SIGKILL) if next(calls) == number else save(run)

@@ -20,7 +20,8 @@ def library_tokenizer(tokenizer):
 
 def chunk_spans(num_tokens, room, stride):
     """Start and length of each chunk."""
-    spans, start = [], 0
+    spans = []
+    start = 0
     while start < num_tokens:
         length = min(num_tokens - start, room)
         spans.append((start, length))
@@ -32,13 +33,15 @@ def chunk_spans(num_tokens, room, stride):
 
 def chunk_of_most_context(spans, position):
     """The chunk in which a piece has the most context on its poorer side."""
-    best, most = None, None
+    best = None
+    most = None
     for index, (start, length) in enumerate(spans):
         end = start + length - 1
         if start <= position <= end:
             context = min(position - start, end - position) + 0.01 * length
             if most is None or context > most:
-                best, most = index, context
+                best = index
+                most = context
     return best
 
 
@@ -60,7 +63,8 @@ def chunks_of(library, question, context, sequence_length, doc_stride, max_query
     offsets = [with_marks(context, span, encoding.offsets) for span in encoding.offsets]
     spans = chunk_spans(len(offsets), sequence_length - len(asked) - 3, doc_stride)
     owners = [chunk_of_most_context(spans, position) for position in range(len(offsets))]
-    place, found = len(asked) + 2, []
+    place = len(asked) + 2
+    found = []
     for index, (first, length) in enumerate(spans):
         inside = range(first, first + length)
         found.append(
@@ -89,7 +93,8 @@ def targets_of(chunks, answer):
     if answer is None:
         return [(0, 0, 1)] * len(chunks)
     letters = {answer[1] + place for place, letter in enumerate(answer[0]) if not letter.isspace()}
-    found, pieces = [], set()
+    found = []
+    pieces = set()
     for chunk in chunks:
         inside = {i for i, span in chunk.spans.items() if letters.intersection(range(*span))}
         found.append(inside)
@@ -108,7 +113,9 @@ class Candidate:
 
 
 def is_answer(candidate, max_answer_length):
-    chunk, start, end = candidate.chunk, candidate.start, candidate.end
+    chunk = candidate.chunk
+    start = candidate.start
+    end = candidate.end
     if start not in chunk.spans or end not in chunk.spans:
         return False
     return chunk.has_most_context[start] and start <= end < start + max_answer_length

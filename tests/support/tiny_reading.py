@@ -53,7 +53,8 @@ def tagged_sentences(count, seed=0, words=(3, 20)):
     """Words with IOB2 tags: some words are names, sometimes of two words, and another word follows each name."""
     rng = random.Random(seed)
     for _ in range(count):
-        tokens, tags = [], []
+        tokens = []
+        tags = []
         for _ in range(rng.randint(*words)):
             if (not tags or tags[-1] == "O") and rng.random() < 0.3:
                 kind = rng.choice(list(NAMES))

@@ -79,5 +79,6 @@ def resumed(original, to, step, data, config):
 def assert_same_run(run, other):
     assert lines(run) == lines(other)
     assert lines(run, "evaluations.jsonl") == lines(other, "evaluations.jsonl")
-    ours, theirs = weights(run), weights(other)
+    ours = weights(run)
+    theirs = weights(other)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 
 WORDS = "the class function value object string list name error file returns module method type code line".split()
-GOOD, BAD = ["fine", "true", "valid", "new"], ["wrong", "false", "invalid", "old"]
+GOOD = ["fine", "true", "valid", "new"]
+BAD = ["wrong", "false", "invalid", "old"]
 # Settings under which a tiny encoder is fine-tuned in a second, and repeatably.
 QUICK = {"finetune.epochs": "1", "finetune.batch_size": "8", "finetune.sequence_length": "24"}
 QUICK |= {"finetune.precision": "fp32", "finetune.matmul": "default", "finetune.select": "last"}

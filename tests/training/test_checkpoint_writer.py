@@ -104,7 +104,8 @@ class Gate:
     """Writes wait before their first file until `go` is set."""
 
     def __init__(self):
-        self.reached, self.go = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.go = threading.Event()
 
     def wait(self):
         self.reached.set()
@@ -113,7 +114,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch):
-    gate, replace_folder = Gate(), checkpoint.replace_folder
+    gate = Gate()
+    replace_folder = checkpoint.replace_folder
 
     def replace_later(*arguments):
         gate.wait()
@@ -171,7 +173,9 @@ def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, ga
             writer.save(CONFIG, saved, saved, now)
             for tensor in saved.values():
                 tensor.zero_()
-            now.step, now.log_window.totals["loss"], now.loader["options"]["seed"] = 7, 7.0, 7
+            now.step = 7
+            now.log_window.totals["loss"] = 7.0
+            now.loader["options"]["seed"] = 7
             gate.go.set()
             writer.wait_up_to(60)
     for folder in expected:
@@ -239,7 +243,8 @@ SURFACES = {
 
 @pytest.mark.parametrize("surface", SURFACES)
 def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
-    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    folder = tmp_path / "checkpoints"
+    away = tmp_path / "away"
     with CheckpointWriter(tmp_path, keep=5) as writer:
         save(writer, 1)
     before = files(folder / "step-1")

@@ -116,7 +116,10 @@ def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corp
     found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
     model = ef.load(run).model
     corruptor = Corruptor.load(runs["google"], ef.Corpus(validation_corpus), SEED, CPU)
-    loader, rows, answers, nll = loader_of(validation_corpus, 32, 4), [], [], []
+    loader = loader_of(validation_corpus, 32, 4)
+    rows = []
+    answers = []
+    nll = []
     for first_row in (0, 4):
         batch = to_torch(next(loader))
         samples = corruptor.sample(batch, first_row)
@@ -131,7 +134,8 @@ def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corp
                     logits = model.generator_logits(batch["input_ids"][row, inside][None])[0].log_softmax(-1)
                     masked = [k for k, i in enumerate(inside) if batch["input_ids"][row, i] == 4]
                     nll += [-logits[k, original[inside[k]]].item() for k in masked]
-    z, is_replaced = np.array([each[0] for each in answers]), np.array([each[1] for each in answers])
+    z = np.array([each[0] for each in answers])
+    is_replaced = np.array([each[1] for each in answers])
     assert found["corruption"] == digits(rows) and found["tokens"] == len(answers)
     assert found["replaced_fraction"] == pytest.approx(is_replaced.mean())
     assert found["discriminator_loss"] == pytest.approx(np.log1p(np.exp(np.where(is_replaced, -z, z))).mean(), rel=1e-5)
@@ -147,13 +151,15 @@ def test_its_samples_are_those_of_the_generator(runs, validation_corpus):
     corpus = ef.Corpus(validation_corpus)
     batch = to_torch(next(loader_of(validation_corpus, 32, 6)))
     num_slots = batch["masked_ids"].numel()
-    table, seed = alias_table(torch.from_numpy(corpus.token_counts())), torch.tensor([SEED, 0])
+    table = alias_table(torch.from_numpy(corpus.token_counts()))
+    seed = torch.tensor([SEED, 0])
     expected = sample_alias_reference(table, torch.arange(num_slots), seed).view(batch["masked_ids"].shape)
     assert torch.equal(Corruptor.unigram(corpus, SEED, CPU).sample(batch, 0), expected)
     for source in runs.values():
         model = ef.load(source).model
         corruptor = Corruptor.load(source, corpus, SEED, CPU)
-        samples, slots = corruptor.sample(batch, 7), batch["masked_ids"].shape[1]
+        samples = corruptor.sample(batch, 7)
+        slots = batch["masked_ids"].shape[1]
         for row in range(6):
             for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
                 inside = (batch["segment_ids"][row] == segment).nonzero()[:, 0].tolist()
@@ -184,7 +190,8 @@ def test_it_computes_in_fp64(runs, validation_corpus):
     for source in runs.values():
         with use_impl("reference"):
             model = ef.load(source).model
-            together_MD, parts = masked_states(model, whole), []
+            together_MD = masked_states(model, whole)
+            parts = []
             for row in range(6):
                 part = {name: values[row : row + 1] for name, values in whole.items() if name != "cu_seqlens"}
                 parts.append(masked_states(model, part | {"cu_seqlens": whole["cu_seqlens"]}))
@@ -193,7 +200,8 @@ def test_it_computes_in_fp64(runs, validation_corpus):
         assert together_MD.dtype == torch.float64 and difference_MD.max() < 1e-12
 
     # The uniform number decides between two entries to its 40th bit.
-    slot, zero = torch.arange(50), torch.tensor(0)
+    slot = torch.arange(50)
+    zero = torch.tensor(0)
     high, low, *_ = philox((zero, slot, zero, torch.tensor(5)), (torch.tensor(9), zero))
     uniform = (high.double() + (low.double() + 0.5) / 2**32) / 2**32
     for distance, expected in ((1e-12, 0), (-1e-12, 1)):

@@ -35,7 +35,8 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
     changes = {"objective.corrective_weight": "0"} if "electra" not in name else {}
     vocab_size = Corpus(validation_corpus).vocab_size
     config = tiny_config(recipe, **(changes | VARIANTS[name] | {"model.vocab_size": str(vocab_size)}))
-    model, compute = Electra(config), ComputeConfig("sdpa", torch.float32)
+    model = Electra(config)
+    compute = ComputeConfig("sdpa", torch.float32)
     if model.proposal is not None and config.generator.kind == "unigram":
         model.proposal.set_counts(torch.ones(vocab_size))
     for objective in {stage.objective for stage in objective_of(config).stages()}:
@@ -56,7 +57,8 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
 def first_loss(losses, window=100, name="electra"):
     """The step at which the losses of the generator and the discriminator at each step are found lost for good."""
     config = Config.preset("small", "paper").override({"model.vocab_size": 30_522})
-    objective, history = objective_of(config.with_objective(name)), LossHistory()
+    objective = objective_of(config.with_objective(name))
+    history = LossHistory()
     for step in range(window, 3000, window):
         found = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))
         if lost_learning(history, objective, found, window):
@@ -69,7 +71,8 @@ def after(step, before, then):
     return lambda now: before if now <= step else then
 
 
-LEARNED, LOST = (2.5, 0.15), (7.2, 0.41)
+LEARNED = (2.5, 0.15)
+LOST = (7.2, 0.41)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ def texts(corpus, length, count):
     loader = BatchLoader(ef.Corpus(corpus).holdout, sequence_length=length, batch_size=1, seed=SEED, **options)
     for _, batch in zip(range(count), map(to_torch, loader), strict=False):
         assert batch["masked_weights"].tolist() == [[1.0]] and (batch["input_ids"] == 4).sum() == 1
-        column, segments = int(batch["masked_positions"]), batch["segment_ids"][0].tolist()
+        column = int(batch["masked_positions"])
+        segments = batch["segment_ids"][0].tolist()
         inside = [i for i, segment in enumerate(segments) if segment == segments[column]]
         yield batch["input_ids"][0, inside].tolist(), inside.index(column), int(batch["masked_ids"])
 
@@ -62,8 +63,13 @@ def models(tmp_path_factory, validation_corpus, whole_run):
 )
 @torch.no_grad()
 def test_the_prediction_is_the_papers(name, num_candidates, count, models, validation_corpus):
-    model, corpus = models[name], ef.Corpus(validation_corpus).holdout
-    right, found, first, wrong_sign, wrong_share = [], [], [], [], []
+    model = models[name]
+    corpus = ef.Corpus(validation_corpus).holdout
+    right = []
+    found = []
+    first = []
+    wrong_sign = []
+    wrong_share = []
     for ids, position, target in texts(validation_corpus, 32, count):
         candidates, prediction = by_the_paper(model, ids, position, num_candidates)
         example = Example(torch.tensor(ids, dtype=torch.int32), torch.zeros(len(ids)).int(), position, target)
@@ -93,9 +99,11 @@ def test_without_the_original_among_the_samples_there_is_no_accuracy(validation_
 
 def test_the_discriminator_decides_between_likely_candidates():
     """A candidate that it takes for a replacement loses, though the generator prefers it; sure ones don't tie."""
-    p, z = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([3.0, -3.0], dtype=torch.float64)
+    p = torch.tensor([0.6, 0.4], dtype=torch.float64)
+    z = torch.tensor([3.0, -3.0], dtype=torch.float64)
     scores = log_odds(p.log(), z, 0.15).sigmoid()
-    D, a = (-z).sigmoid(), 0.85 / 0.15
+    D = (-z).sigmoid()
+    a = 0.85 / 0.15
     assert torch.allclose(scores, D * p / (a * (1 - D) + p)) and scores[1] > scores[0]
     sure = log_odds(p.log(), torch.tensor([-60.0, -61.0], dtype=torch.float64), 0.15)
     assert sure[1] > sure[0] and sure.sigmoid()[1] == sure.sigmoid()[0] == 1
@@ -103,7 +111,9 @@ def test_the_discriminator_decides_between_likely_candidates():
 
 def test_a_generator_alone_predicts_its_likeliest_token(validation_corpus, tmp_path):
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS["mlm"] | {"data.sequence_length": "32"})
-    model, first, found = ef.load(run).model, [], []
+    model = ef.load(run).model
+    first = []
+    found = []
     for ids, position, target in texts(validation_corpus, 32, 100):
         order = model.generator_logits(torch.tensor([ids]))[0, position].argsort(descending=True).tolist()
         first.append(order[0] == target)

@@ -21,17 +21,20 @@ RUNS = [(recipe, name) for recipe in ("paper", "google", "modern", "deberta") fo
 RUNS += [("paper", name) for name in VARIANTS if name not in ("electra", "mlm")]
 METRICS = ("loss", "generator_loss", "discriminator_loss", "encoder_loss", "replaced_fraction", "grad_norm")
 MASKING = {"paper": "tokens", "google": "with-repeats", "modern": "tokens", "deberta": "tokens"}
-STEPS, NUM_WORDS = 20, 300
+STEPS = 20
+NUM_WORDS = 300
 # Sums add in an order that depends on the CPU: losses without vector instructions differ by up to 1.3e-6 (relative).
 TOLERANCE = 2e-5
 
 
 def write_corpus(folder: Path) -> Path:
     """Documents of a few lines, in which every word hints at the next one; the same for every Python."""
-    rng, words = random.Random(0), [f"w{number}" for number in range(NUM_WORDS)]
+    rng = random.Random(0)
+    words = [f"w{number}" for number in range(NUM_WORDS)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (folder / "vocab.txt").write_text("\n".join(special + words) + "\n")
-    documents, word = [], 0
+    documents = []
+    word = 0
     for _ in range(80):
         lines = []
         for _ in range(1 + int(rng.random() * 6)):

@@ -48,7 +48,8 @@ POINTS = {
 def interrupt_at(monkeypatch, point, number):
     """Sends this process a signal right after the chosen call."""
     owner, name, call = POINTS[point]
-    original, calls = getattr(owner, name), [0]
+    original = getattr(owner, name)
+    calls = [0]
 
     def interrupted(*arguments, **options):
         result = original(*arguments, **options)
@@ -143,7 +144,8 @@ def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
     def stops_at(saving_seconds):
         """When a session of a minute stops whose steps take three seconds, and one, for another reason, 23."""
         nonlocal now
-        now, limit = 0.0, timing.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
+        now = 0.0
+        limit = timing.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
         while not limit.is_up(saving_seconds):
             now += 3
             if now == 9:

@@ -62,7 +62,9 @@ def read_tensorboard(run):
 
 def wandb_records(path):
     """Yields the records of a .wandb file: a LevelDB log in blocks of 32 KiB after a header of 7 bytes."""
-    content, position, record = path.read_bytes(), 7, b""
+    content = path.read_bytes()
+    position = 7
+    record = b""
     while position + 7 <= len(content):
         if (left := 32768 - position % 32768) < 7:
             position += left
@@ -78,7 +80,8 @@ def wandb_records(path):
 def read_wandb(run):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found, ids = {}, set()
+    found = {}
+    ids = set()
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(path):
             record = Record.FromString(data)
@@ -133,7 +136,8 @@ def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, m
 
 @pytest.mark.slow
 def test_a_changed_run_replaces_its_later_lines(validation_corpus, tmp_path):
-    given, run = {"train.loggers": "tensorboard"}, tmp_path / "run"
+    given = {"train.loggers": "tensorboard"}
+    run = tmp_path / "run"
     ef.pretrain(validation_corpus, config=tiny_config(**given), out=run)
     truncate(run, 21)
     before = lines(run)

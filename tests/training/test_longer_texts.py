@@ -85,7 +85,8 @@ def test_learned_positions_and_their_moments_repeat(validation_corpus, tmp_path)
         moments = {"embeddings.position", "exp_avg.embeddings.position", "exp_avg_sq.embeddings.position"}
         assert changed and {key.replace("generator_", "") for key in changed} <= moments
         for key in changed:
-            old, new = tensors[key], found[key]
+            old = tensors[key]
+            new = found[key]
             assert torch.equal(new[:128], old) and torch.equal(new[128:256], old) and torch.equal(new[256:], old[:44])
 
 

@@ -18,7 +18,8 @@ from electra_fast.training.run_tensors import split_state
 CPU = torch.device("cpu")
 # On a CPU the gradients of weights are fp16 too, so the initial scale is too high.
 FP16 = {**EXACT, "train.precision": "fp16"}
-GOOD, BAD = torch.tensor(1.0), torch.tensor(torch.inf)
+GOOD = torch.tensor(1.0)
+BAD = torch.tensor(torch.inf)
 UNSKIPPED = [False, False]
 
 
@@ -61,7 +62,8 @@ def fp16_run(validation_corpus, tmp_path_factory):
 
 def test_steps_that_overflow_are_skipped(fp16_run, exact_run):
     """The rest trains as in fp32: the losses are those of the true scale."""
-    found, exact = lines(fp16_run), lines(exact_run)
+    found = lines(fp16_run)
+    exact = lines(exact_run)
     skipped = [line["skipped_steps"] for line in found]
     assert 0 < sum(skipped) < 8 and found[-1]["loss_scale"] == INITIAL_SCALE / 2 ** sum(skipped)
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.03)
@@ -120,6 +122,7 @@ def test_a_skipped_step_changes_nothing_and_one_that_is_taken_is_the_usual(name)
                 assert all(torch.equal(before[n], after[n]) for n in before)
         return {n: p.detach() for n, p in named.items()}
 
-    usual, taken = trained(UNSKIPPED), trained([False, False])
+    usual = trained(UNSKIPPED)
+    taken = trained([False, False])
     assert all(torch.equal(usual[n], taken[n]) and not torch.equal(usual[n], initial[n]) for n in usual)
     trained([False, True, False])

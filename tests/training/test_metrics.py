@@ -50,7 +50,8 @@ def test_area_under_curve_is_the_share_of_ordered_pairs():
     random = np.random.default_rng(0)
     logits = random.integers(0, 20, 300).astype(np.float32)  # with ties, which count half
     labels = random.random(300) < 0.2
-    positive, negative = logits[labels][:, None], logits[~labels][None]
+    positive = logits[labels][:, None]
+    negative = logits[~labels][None]
     expected = ((positive > negative) + 0.5 * (positive == negative)).mean()
     assert area_under_curve(logits, labels) == pytest.approx(expected, abs=1e-12)
     assert area_under_curve(logits, labels) == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
@@ -78,7 +79,8 @@ def test_warnings():
 )
 def test_a_warning_lasts(window, warmup, bad_from, first):
     """Not before 100 steps and the warmup, and over two windows and 100 steps; one that passes is none."""
-    warnings, bad = LastingWarning(10**6), metrics(true_positives=0.0, predicted_positives=0.0)
+    warnings = LastingWarning(10**6)
+    bad = metrics(true_positives=0.0, predicted_positives=0.0)
     said = []
     for step in range(window, 5000, window):
         found = (bad if step > bad_from else metrics()) | {"step": step}

@@ -166,7 +166,10 @@ def mirroring(run, url):
 
 
 def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monkeypatch):
-    reached, go, copied, upload_folder = threading.Event(), threading.Event(), [], mirror.upload_folder
+    reached = threading.Event()
+    go = threading.Event()
+    copied = []
+    upload_folder = mirror.upload_folder
 
     def upload_later(folder, place, last):
         if place.startswith(f"{url}/checkpoints"):
@@ -189,7 +192,8 @@ def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monk
 
 
 def test_a_mirror_keeps_the_newest_checkpoints_and_the_best_which_come_back_together(tmp_path, url):
-    run, kept = tmp_path / "run", []
+    run = tmp_path / "run"
+    kept = []
     with mirroring(run, url) as (copies, save):
         for step, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
             save(step, best)
@@ -212,7 +216,9 @@ def test_an_outage_ends_nothing_and_the_next_copy_tries_again(whole_run, validat
     with object_store.running() as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", store.endpoint)
         patch.setenv("ELECTRA_FAST_RETRY_SECONDS", "0")
-        kept, has_failed, fail = [], threading.Event(), mirror.Mirror._fail
+        kept = []
+        has_failed = threading.Event()
+        fail = mirror.Mirror._fail
         patch.setattr(mirror.Mirror, "_fail", lambda *arguments: (fail(*arguments), has_failed.set()))
 
         def fail_for_a_while(event):

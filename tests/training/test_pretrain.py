@@ -124,7 +124,8 @@ def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
     ef.vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
     text = "the broken tokens of longer words " * 9
     for name, more, said in [("known", "", False), ("unknown", "的" * 9, True)]:
-        data, out = tmp_path / name, tmp_path / f"{name}-run"
+        data = tmp_path / name
+        out = tmp_path / f"{name}-run"
         prepare(iter([f"{text}{more}"] * 40), vocab=vocab, out=data, progress=False)
         for steps, is_new in [("2", True), ("3", False)]:
             config = tiny_config(**{"train.steps": steps, "train.eval_every": "0", "optimizer.warmup_steps": "1"})

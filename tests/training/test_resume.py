@@ -34,11 +34,13 @@ def records_of_changes(run):
 
 def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folder_alone(run, validation_corpus, capsys):
     """The change is on record before the first checkpoint that has it."""
-    before, longer = shutil.copytree(run, run.with_name("before")), tiny_config(**{"train.steps": str(2 * STEPS)})
+    before = shutil.copytree(run, run.with_name("before"))
+    longer = tiny_config(**{"train.steps": str(2 * STEPS)})
     with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
         pretrain(validation_corpus, config=tiny_config(**{"train.steps": "20"}), out=run)
     assert pretrain(validation_corpus, config=longer, out=run).step == 2 * STEPS
-    told, optimizer = said(capsys), Config.load(run / "config.toml").optimizer
+    told = said(capsys)
+    optimizer = Config.load(run / "config.toml").optimizer
     first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
     assert f"the learning rate of step {STEPS} is {first:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
     assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))

@@ -43,7 +43,8 @@ def test_when_it_warns(losses, aucs, stalls):
 
 def test_first_steps_are_no_stall():
     """Of a healthy `tiny` evaluated every 20 steps: its generator learns the tokens' frequencies first."""
-    losses, aucs = (6.947, 6.422, 6.354, 6.328, 6.313), (0.537, 0.538, 0.533, 0.534, 0.537)
+    losses = (6.947, 6.422, 6.354, 6.328, 6.313)
+    aucs = (0.537, 0.538, 0.533, 0.534, 0.537)
     found = [each | {"step": each["step"] // 5} for each in evaluations(losses, aucs)]
     assert not any(stall_warning(found[:end]) for end in range(6))
     later = [each | {"step": 100 + 2 * each["step"]} for each in found]
@@ -136,7 +137,8 @@ def test_a_trained_model_is_told_nothing_that_helps_one_that_begins(
 
 
 def test_what_a_trained_model_can_do_is_no_gain():
-    config, found = Config.preset("mini", "modern").resolved(), {"tokens": 50_000, "unigram_auc": 0.9}
+    config = Config.preset("mini", "modern").resolved()
+    found = {"tokens": 50_000, "unigram_auc": 0.9}
     (new,), (imported,) = (verdict(config, found, None, 1, 1, imported=each) for each in (False, True))
     assert imported == f"{new}; no measure of what adapting gained"
 
@@ -170,7 +172,8 @@ def test_a_run_without_evaluations_is_judged_too(validation_corpus, tmp_path, ca
     for every in ("0", "2"):
         config = tiny_config(**{"train.steps": "4", "train.eval_every": every, "train.eval_batches": "10"})
         pretrain(validation_corpus, config=config, out=tmp_path / every)
-    said, start = capfd.readouterr().err.splitlines(), "warning: the model has learned"
+    said = capfd.readouterr().err.splitlines()
+    start = "warning: the model has learned"
     first, second = (line for line in said if line.startswith(start))
     assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")
     states = [checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / every)) for every in ("0", "2")]

@@ -55,7 +55,8 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
     config = config.override({"train.accumulate": accumulate})
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
-    objective, size = objective_of(config), 8 // accumulate
+    objective = objective_of(config)
+    size = 8 // accumulate
     totals = dict.fromkeys((*objective.metric_totals, GRAD_NORM, SKIPPED), 0.0)
     for number, rows in zip(range(STEPS), open_loader(tiny_corpus, config), strict=False):
         whole = to_torch(rows)
@@ -83,7 +84,9 @@ def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatc
 
     From one batch to the next, on a CPU, in a step after which nothing is due.
     """
-    files, batches, next_batch = [], itertools.count(1), BatchLoader.__next__
+    files = []
+    batches = itertools.count(1)
+    next_batch = BatchLoader.__next__
 
     def record(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(str(Path(ef.__file__).parent)):
@@ -146,7 +149,8 @@ def assert_captured_in_time(step, since):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_graphs_equal_eager_steps(tiny_corpus, config, name):
     """Of two stages each has a graph of its own."""
-    config, totals = config.override(VARIANTS[name]).override({"train.steps": 16}), []
+    config = config.override(VARIANTS[name]).override({"train.steps": 16})
+    totals = []
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda")
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -161,7 +165,8 @@ def test_graphs_equal_eager_steps(tiny_corpus, config, name):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
 def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
-    config, totals = config.override({"train.steps": 12, "model.dropout": 0.1, "model.attention_dropout": 0.0}), []
+    config = config.override({"train.steps": 12, "model.dropout": 0.1, "model.attention_dropout": 0.0})
+    totals = []
     for execution in ("eager", "graph"):
         model = ef.Electra(config).to("cuda").train()
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -205,7 +210,8 @@ THIRDS = [range(0, 4), range(4, 8), range(8, 12)]
 def test_micro_batches_are_the_batch(corpus):
     """Each part holds its rows and their segments; places stay, and grow when there is no room."""
     loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
-    parts, places = MicroBatches(torch.device("cpu"), THIRDS), None
+    parts = MicroBatches(torch.device("cpu"), THIRDS)
+    places = None
     versions = set()
     for rows in itertools.islice(loader, 60):
         parts.load(HostBatch.of(rows))
@@ -241,7 +247,8 @@ def test_a_way_that_cannot_be_had_is_refused():
 def test_the_timer_leaves_out_pauses(tiny_corpus, config):
     model = ef.Electra(config)
     step = create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE)
-    timer, loader = StepTimer(step), open_loader(tiny_corpus, config)
+    timer = StepTimer(step)
+    loader = open_loader(tiny_corpus, config)
     assert timer.take_step_times() is None
     seconds = 0.0
     for num_steps in (1, 2):
@@ -258,7 +265,8 @@ def test_the_timer_leaves_out_pauses(tiny_corpus, config):
 
 def test_the_check_of_a_run_times_whole_steps(tiny_corpus, config):
     """Its request, which goes to a process of its own, says how."""
-    config, told = config.override({"data.corpus": str(tiny_corpus)}), []
+    config = config.override({"data.corpus": str(tiny_corpus)})
+    told = []
     compute = replace(COMPUTE, kernels=(("*", "reference"),))
     request = Request("steps", config, type(objective_of(config)), "cpu", compute, 2, ("eager",), time_steps=time_steps)
     request = pickle.loads(pickle.dumps(request))

@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
         """Parses a command with its arguments; `overrides` has its configuration keys by full name, as text."""
         words = list(arguments) or ["--help"]
         start = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
-        leading, rest = words[:start], words[start + 1 :]
+        leading = words[:start]
+        rest = words[start + 1 :]
         for word in leading:
             if word.partition("=")[0] not in self.flags_of(None):
                 raise InputError(f"{word}: name the command first: electra-fast COMMAND {word}")
@@ -239,7 +240,8 @@ class _Help(argparse.HelpFormatter):
     """Appends its default to the help of every option that takes a value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text, default = action.help or "", action.default
+        text = action.help or ""
+        default = action.default
         has_no_default = (
             action.required or action.nargs == 0 or not action.option_strings or default is argparse.SUPPRESS
         )

@@ -210,14 +210,16 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def _flops(options: argparse.Namespace) -> None:
     """Prints the FLOPs of any objective; names the keys that had to change for it."""
-    given, name = options.overrides, options.overrides.get("objective.name")
+    given = options.overrides
+    name = options.overrides.get("objective.name")
     try:
         config = _config(options)
     except InputError:
         if name not in OBJECTIVE_SPECS:
             raise
         options.overrides = {key: value for key, value in given.items() if key != "objective.name"}
-        before, given = _config(options), {"objective.name": name}
+        before = _config(options)
+        given = {"objective.name": name}
         config = before.with_objective(name)
     else:
         options.overrides = {}
@@ -231,7 +233,9 @@ def _flops(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from electra_fast.training.run import config_of_run
 
-    config, recipe, corpus = None, None, _corpora(options.corpus)
+    config = None
+    recipe = None
+    corpus = _corpora(options.corpus)
     if options.hours is None:
         config = config_of_run(_asked(options), corpus, options.overrides)
     elif options.config or options.preset or options.overrides:

@@ -379,7 +379,8 @@ class Config(Configuration):
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        model, train = self.model, self.train
+        model = self.model
+        train = self.train
         if self.data.sequence_length > model.max_positions:
             raise InputError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
@@ -418,7 +419,8 @@ class Config(Configuration):
         return f"{call}.override({table})" if changes else call
 
     def _check_objective(self) -> None:
-        name, model = self.objective.name, self.model
+        name = self.objective.name
+        model = self.model
         check_needs(name, self.value)
         num_stages = OBJECTIVE_SPECS[name].num_stages
         if self.train.steps < num_stages:
@@ -451,7 +453,8 @@ class Config(Configuration):
 
     def generator_shape(self) -> ModelConfig:
         """Returns the generator's sizes: `generator.fraction` of the widths and heads, the same head_dim."""
-        model, hidden_fraction = self.model, self.generator.fraction
+        model = self.model
+        hidden_fraction = self.generator.fraction
         num_heads = round(model.num_heads * hidden_fraction)
         if num_heads < 1 or abs(model.num_heads * hidden_fraction - num_heads) > 1e-3:
             raise InputError(
@@ -470,7 +473,8 @@ class Config(Configuration):
     @property
     def schedule_steps(self) -> int:
         """Steps of the learning-rate schedule: `train.steps`, or those of the longest stage, since each has its own."""
-        steps, first = self.train.steps, self.objective.generator_first
+        steps = self.train.steps
+        first = self.objective.generator_first
         return max(first, steps - first) if first else -(-steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
 
     def resolved(self) -> Config:
@@ -507,7 +511,8 @@ class Config(Configuration):
         """Returns the configuration of a TOML file that was parsed."""
         stored = cls.values_of_file({name: keys for name, keys in table.items() if name not in ("preset", "recipe")})
         values = stored | cls.values_of((overrides or {}).items())
-        preset, recipe = table.get("preset", DEFAULT_PRESET), table.get("recipe", DEFAULT_RECIPE)
+        preset = table.get("preset", DEFAULT_PRESET)
+        recipe = table.get("recipe", DEFAULT_RECIPE)
         config = cls.preset(str(preset), str(recipe), values.get("objective.name", "electra"))
         set_by_presets = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
         if set_by_presets - YOUNGER_KEYS.keys() <= stored.keys():  # as in the files that runs save

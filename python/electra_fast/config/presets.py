@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from electra_fast.config.section import Scalar, Value, format_value
 from electra_fast.errors import InputError
 
-DEFAULT_PRESET, DEFAULT_RECIPE = "small", "modern"
+DEFAULT_PRESET = "small"
+DEFAULT_RECIPE = "modern"
 
 # In the recipe `modern`. GeGLU has three matrices instead of two: two thirds of the published width for the same FLOPs,
 # rounded to whole tiles, also in the generator.
@@ -142,9 +143,12 @@ def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict
     `import --generator` and `import --mlm` set them, and `adapt`.
     """
     rate = 2.5e-4 if hidden_size <= 512 else 1e-4
-    why, name = "half of the rate that ELECTRA of this width was trained with", "ELECTRA"
+    why = "half of the rate that ELECTRA of this width was trained with"
+    name = "ELECTRA"
     if architecture == "deberta":
-        rate, why, name = DEBERTA_RATE, "as the published code continues DeBERTaV3 xsmall and small", "DeBERTaV3"
+        rate = DEBERTA_RATE
+        why = "as the published code continues DeBERTaV3 xsmall and small"
+        name = "DeBERTaV3"
     return (
         (
             {
@@ -164,7 +168,8 @@ def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict
     )
 
 
-ADAPTATION_PASSES, ADAPTATION_STEPS = (3, 20), (300, 20_000)
+ADAPTATION_PASSES = (3, 20)
+ADAPTATION_STEPS = (300, 20_000)
 """`adapt` reads a text as often as the first number says; up to the second to reach the fewest steps."""
 GENERAL_SHARE = 0.25
 """Share of general text in each step of `adapt`, if there is any."""

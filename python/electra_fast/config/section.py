@@ -201,7 +201,8 @@ class Configuration:
     @classmethod
     def _checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values of their keys' types, without removed keys; unknown names raise with the nearest match."""
-        found, known = {}, cls._fields()
+        found = {}
+        known = cls._fields()
         for name, value in values.items():
             if name in _sections(cls):
                 raise InputError(f"{name} is a section; give keys of it, as {name}.KEY")
@@ -209,7 +210,8 @@ class Configuration:
                 found[name] = _read(name, known[name], value)
                 _check(name, known[name], found[name], cls.choices(name))
             elif not _is_removed(name, value):
-                meant, (section, _, key) = nearest(name, known), name.rpartition(".")
+                meant = nearest(name, known)
+                section, _, key = name.rpartition(".")
                 keys = [each.removeprefix(f"{section}.") for each in known if each.startswith(f"{section}.")]
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else did_you_mean(key, keys or known)
                 raise InputError(f"unknown key {name}{hint}")
@@ -315,7 +317,8 @@ def _check(name: str, field: dataclasses.Field[Any], value: object, choices: tup
     if choices and any(each not in choices for each in named):
         several = "among" if field.metadata["takes_several"] else "one of"
         raise InputError(f"{name} = {value!r} must be {several} {', '.join(choices)}")
-    low, high = field.metadata["low"], field.metadata["high"]
+    low = field.metadata["low"]
+    high = field.metadata["high"]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, int) and value > _MAX_INT:
             high = min(high, _MAX_INT)
@@ -476,7 +479,8 @@ def comma_separated(text: str) -> tuple[str, ...]:
 
 def nearest(argument: str, known: Iterable[str]) -> list[str]:
     """Returns the known keys and flags that an argument such as `--batch-size`, `--lr` or `--optimizer.lr` may mean."""
-    name, flags = _plain(argument), list(known)
+    name = _plain(argument)
+    flags = list(known)
     meant = next(filter(None, (named(each, argument, flags) for each in (name, *ANSWERS.get(name, ())))), [])
     close = [] if meant else difflib.get_close_matches(name, map(_plain, flags), n=1, cutoff=0.7)
     return named(close[0], argument, flags) if close else meant

@@ -24,9 +24,13 @@ MOST_FOREIGN = 0.9
 # Number of unknown words or characters to name.
 LISTED = 10
 # Limits of the sample of a stream of documents.
-SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 100, 1 << 18
+SAMPLE_DOCUMENTS = 100
+SAMPLE_CHARACTERS = 1 << 18
 # Fractions of letters or words above which to warn, given this many occurrences: a rare café in English is no problem.
-MOST_DROPPED, MOST_LOST, MOST_DECOMPOSED, FEWEST = 0.005, 0.01, 0.01, 10
+MOST_DROPPED = 0.005
+MOST_LOST = 0.01
+MOST_DECOMPOSED = 0.01
+FEWEST = 10
 # Two spellings merge if the rarer one has at least this fraction of the other's occurrences.
 FREQUENT = 0.01
 MAX_WORD_CHARS = 100

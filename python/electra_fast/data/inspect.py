@@ -87,10 +87,12 @@ def inspect(
     loader = BatchLoader(corpus, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
     opened = Corpus(corpus)
     validation = Corpus(opened.holdout) if opened.holdout else None
-    coverage, num_tokens = opened.coverage(), opened.num_tokens
+    coverage = opened.coverage()
+    num_tokens = opened.num_tokens
     packings: dict[str, Any] = {}
     for name in _data.PACKINGS:
-        kept, prefix = contents(corpus, name, sequence_length), name.replace("-", "_")
+        kept = contents(corpus, name, sequence_length)
+        prefix = name.replace("-", "_")
         packings |= {f"{prefix}_rows": kept.rows, f"{prefix}_fill": kept.fill}
         packings |= {f"{prefix}_tokens_kept": kept.tokens, f"{prefix}_tokens_dropped": num_tokens - kept.tokens}
     return Inspection(

@@ -134,7 +134,8 @@ class BatchLoader(Iterator[RecordBatch]):
         self.restore(pickled["state"])
 
     def __repr__(self) -> str:
-        corpora, options = self._loader.corpora, self._options
+        corpora = self._loader.corpora
+        options = self._options
         names = ", ".join(repr(folder) for folder, _ in corpora)
         rows = "{batch_size} rows of {sequence_length} tokens, {packing} packing, {masking} masking of {mask_prob:.0%}"
         part = "" if options["world_size"] == 1 else ", part {rank} of {world_size}"
@@ -222,8 +223,10 @@ def to_torch(batch: RecordBatch | pa.RecordBatch, device: torch.device | str = "
 
 def rows_of(batch: Mapping[str, torch.Tensor], rows: range) -> dict[str, torch.Tensor]:
     """Returns some rows of a batch (from `to_torch`), views but for `cu_seqlens`; synchronizes with the device."""
-    length, ends = batch["input_ids"].shape[1], batch["cu_seqlens"]
-    first, last = rows.start * length, rows.stop * length
+    length = batch["input_ids"].shape[1]
+    ends = batch["cu_seqlens"]
+    first = rows.start * length
+    last = rows.stop * length
     columns = {name: tensor[rows.start : rows.stop] for name, tensor in batch.items() if name != "cu_seqlens"}
     return columns | {"cu_seqlens": ends[(ends >= first) & (ends <= last)] - first}
 
@@ -276,7 +279,8 @@ class MicroBatches:
     def __init__(self, device: torch.device, rows: Sequence[range]) -> None:
         self.parts: list[dict[str, torch.Tensor]] = []
         self.version = 0
-        self._device, self._rows = device, rows
+        self._device = device
+        self._rows = rows
         self._num_rows = rows[-1].stop if rows else 0
         self._buffer = torch.empty(0, dtype=torch.int32)
         self.capacity = 0
@@ -289,7 +293,8 @@ class MicroBatches:
         self._check(batch)
         if not self._rows:
             return
-        buffer, seqlens = torch.from_numpy(batch.values), self._part_seqlens(batch)
+        buffer = torch.from_numpy(batch.values)
+        seqlens = self._part_seqlens(batch)
         if not self._fit(batch, seqlens):
             self._allocate(batch, buffer, seqlens)
         self._buffer.copy_(_pinned(buffer, self._device), non_blocking=True)

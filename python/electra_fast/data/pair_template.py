@@ -36,7 +36,8 @@ class PairTemplate:
         return single, [*single, *single[2:] * (self.num_separators - 1), *second]
 
 
-BERT, ROBERTA = PairTemplate(), PairTemplate(num_separators=2, second_type=0)
+BERT = PairTemplate()
+ROBERTA = PairTemplate(num_separators=2, second_type=0)
 
 
 def template_of(post_processor: Mapping[str, Any] | None, cls: int, sep: int) -> PairTemplate | None:

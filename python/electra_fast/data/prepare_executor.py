@@ -63,7 +63,8 @@ def _run_tasks(
 
     Ctrl-C and a failure of the executor end it immediately.
     """
-    settings, total = job.settings(), sum(size for _, size in groups)
+    settings = job.settings()
+    total = sum(size for _, size in groups)
     tasks = _tasks(groups)
     submitted: set[Future[Done]] = set()
     finished: queue.SimpleQueue[Future[Done]] = queue.SimpleQueue()
@@ -81,7 +82,9 @@ def _run_tasks(
             future = finished.get()
             submitted.remove(future)
             done = future.result()
-            documents, tokens, size = documents + done[0], tokens + done[1], size + done[2]
+            documents = documents + done[0]
+            tokens = tokens + done[1]
+            size = size + done[2]
             bar.update(size, total, documents, tokens)
     except BaseException as error:
         running = [future for future in submitted if not future.cancel()]
@@ -101,7 +104,8 @@ def _tasks(groups: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     for number, num_bytes in groups:
         if task and size + num_bytes > TASK_BYTES:
             yield task
-            task, size = [], 0
+            task = []
+            size = 0
         task.append(number)
         size += num_bytes
     if task:

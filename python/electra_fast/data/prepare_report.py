@@ -232,7 +232,8 @@ def words_counted(
     kept, dropped, occurrences, in_text = letters
     line = f"characters: all {kept:,} of the words counted"
     if dropped:
-        (lost, occurring), more = words, " …" if dropped > len(most) else ""
+        lost, occurring = words
+        more = " …" if dropped > len(most) else ""
         line = (
             f"characters: {kept:,} of the {kept + dropped:,} in the words counted; the others ({' '.join(most)}{more}) "
             f"are {occurrences / in_text:.3%} of the text and make {lost / occurring:.3%} of the words [UNK] "

@@ -17,16 +17,24 @@ from typing import Any
 from electra_fast.errors import InputError
 
 # Numbers of fields in SentencePiece's sentencepiece_model.proto: of the model, a piece, ...
-PIECES, TRAINER, NORMALIZER = 1, 2, 3
-PIECE, SCORE, TYPE = 1, 2, 3
+PIECES = 1
+TRAINER = 2
+NORMALIZER = 3
+PIECE = 1
+SCORE = 2
+TYPE = 3
 # ... the trainer and the normalizer. The settings have one supported value, which is the default.
-BYTE_FALLBACK, CHARACTER_MAP = 35, 2
+BYTE_FALLBACK = 35
+CHARACTER_MAP = 2
 SETTINGS = {
     TRAINER: {3: ("model_type", 1), 24: ("treat_whitespace_as_suffix", 0)},
     NORMALIZER: {3: ("add_dummy_prefix", 1), 4: ("remove_extra_whitespaces", 1), 5: ("escape_whitespaces", 1)},
 }
 MODEL_TYPES = {2: "BPE", 3: "WORD", 4: "CHAR"}
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 
 
 def sentence_piece_rules(path: str, lowercase: bool) -> dict[str, Any]:
@@ -125,7 +133,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     """Returns an integer of seven bits per byte, and where it ends."""
-    value, shift = message[at] & 0x7F, 7
+    value = message[at] & 0x7F
+    shift = 7
     while message[at] & 0x80:
         at += 1
         value |= (message[at] & 0x7F) << shift

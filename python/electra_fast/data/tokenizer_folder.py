@@ -95,7 +95,8 @@ class Configured:
     """A `tokenizer.json` under the settings of its folder."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.folder = path, Folder(path)
+        self.path = path
+        self.folder = Folder(path)
         self.opened = _data.Tokenizer(path, None, None, self.folder.names())
         vocab = _beside(path, "vocab.txt")
         if os.path.exists(vocab) and (disagreement := _data.Tokenizer.disagreement(vocab, path)):
@@ -205,7 +206,8 @@ class Rules:
     """What a tokenizer does besides its entries."""
 
     def __init__(self, tokenizer: _data.Tokenizer) -> None:
-        self.tokenizer, self.five = tokenizer, tokenizer.special_tokens
+        self.tokenizer = tokenizer
+        self.five = tokenizer.special_tokens
         rules = json.loads(tokenizer.rules())
         self.normalizer: Object = rules["normalizer"] or {}
         self.splitter: Object = rules["pre_tokenizer"] or {}
@@ -233,7 +235,8 @@ class Rules:
         splits = self.splitter.get("type") == "BertPreTokenizer" and self.has_usual_pieces
         if self.normalizer.get("type") != "BertNormalizer" or not splits or not self.normalizer["clean_text"]:
             return None
-        lowercase, strip = self.normalizer["lowercase"], self.normalizer["strip_accents"]
+        lowercase = self.normalizer["lowercase"]
+        strip = self.normalizer["strip_accents"]
         return Case(lowercase, lowercase if strip is None else strip, self.normalizer["handle_chinese_chars"])
 
     def is_byte_level(self) -> bool:
@@ -253,7 +256,8 @@ class Folder:
     """The settings beside a tokenizer's file. Rejects those that no tokenizer here can have."""
 
     def __init__(self, file: str) -> None:
-        self.file, self.place = file, _beside(file, "tokenizer_config.json")
+        self.file = file
+        self.place = _beside(file, "tokenizer_config.json")
         self.config = _object(self.place)
         # Both are ignored if there is an `added_tokens_decoder`.
         legacy = "added_tokens_decoder" not in self.config
@@ -321,7 +325,8 @@ class Folder:
         return tuple(_content(self._setting(role)) for role in ROLES)
 
     def stored_case(self) -> Case | None:
-        lowercase, strip = self._flag("do_lower_case"), self._flag("strip_accents")
+        lowercase = self._flag("do_lower_case")
+        strip = self._flag("strip_accents")
         return None if lowercase is None else Case(lowercase, lowercase if strip is None else strip)
 
     def case(self, guess: Case, given: tuple[bool, bool] | None) -> Case | None:
@@ -331,7 +336,8 @@ class Folder:
                 f"{self.file}: {self.class_said}, whose rules a vocab.txt does not have; save that tokenizer as a "
                 "tokenizer.json, or name BertTokenizer if the rules are BERT's"
             )
-        stored, chinese = self._flag("do_lower_case"), self._flag("tokenize_chinese_chars")
+        stored = self._flag("do_lower_case")
+        chinese = self._flag("tokenize_chinese_chars")
         if given is None and stored is None and self.is_bert and not guess.strip_accents:
             self._refuse(
                 f"no do_lower_case, so transformers lowercases and strips accents, but {self.file} has entries with "
@@ -348,7 +354,8 @@ class Folder:
 
     def checked_case(self, rules: Rules) -> Case | None:
         """The case of a `tokenizer.json`, as its class in `transformers` has it; None without BERT's rules."""
-        name, unknown = self.class_name, rules.five[1]
+        name = self.class_name
+        unknown = rules.five[1]
         if rules.unknown is not None and rules.unknown != unknown:
             ours, other = (_shown(rules.tokenizer.id_to_token(number)) for number in (unknown, rules.unknown))
             self._refuse(
@@ -391,7 +398,8 @@ class Folder:
         )
 
     def _wanted_case(self, rules: Rules, has: Case) -> Case:
-        lowercase, chinese = self._flag("do_lower_case"), self._flag("tokenize_chinese_chars")
+        lowercase = self._flag("do_lower_case")
+        chinese = self._flag("tokenize_chinese_chars")
         default = Case(True, True) if self.is_bert else has
         wanted_lowercase = default.lowercase if lowercase is None else lowercase
         follows = lowercase is not None and rules.normalizer["strip_accents"] is None
@@ -415,7 +423,8 @@ class Folder:
         """`transformers` 4 sets `add_prefix_space` of byte-level rules, by default to false; 5 leaves some as is."""
         if rules.splitter.get("type") != "ByteLevel":
             return
-        given, has = self._flag("add_prefix_space"), rules.splitter["add_prefix_space"]
+        given = self._flag("add_prefix_space")
+        has = rules.splitter["add_prefix_space"]
         if ((has and not is_set) if given is None else given) != has:
             said = "not set" if given is None else _shown(given)
             self._refuse(
@@ -424,12 +433,14 @@ class Folder:
             )
 
     def add_tokens(self, rules: Rules) -> list[Object]:
-        wanted, new = self.added_tokens(), []
+        wanted = self.added_tokens()
+        new = []
         decoder = "added_tokens_decoder" in self.config
         self._check_named(rules)
         self._check_tokens_kept(rules, [token for _, token in wanted], decoder and self.is_bert)
         for number, token in wanted:
-            shown, known = _shown(token["content"]), rules.id_of(token["content"])
+            shown = _shown(token["content"])
+            known = rules.id_of(token["content"])
             if known in rules.five and number in (None, known):
                 continue
             if known in rules.added:
@@ -446,7 +457,8 @@ class Folder:
 
     def _check_tokens_kept(self, rules: Rules, wanted: list[Object], drops: bool) -> None:
         """`transformers` 5 drops added tokens of BERT's class that `added_tokens_decoder` lacks."""
-        has, names = rules.own_tokens(), {token["content"] for token in wanted}
+        has = rules.own_tokens()
+        names = {token["content"] for token in wanted}
         for token in has:
             if drops and token["content"] not in names:
                 self._refuse(

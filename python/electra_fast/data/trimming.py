@@ -58,7 +58,8 @@ def trim_tokenizer(
             texts = sample_texts(source, None, **reading)
             reading |= {"threads": threads or None, "progress": bar.update}
             report = _data.prepare(tokenizer._inner, str(shards), **source, **reading)
-            corpus, sample = Corpus(shards), Coverage(*_data.text_coverage(tokenizer._inner, texts))
+            corpus = Corpus(shards)
+            sample = Coverage(*_data.text_coverage(tokenizer._inner, texts))
             coverage = replace(corpus.coverage(), unknown_words=sample.unknown_words)
             bar.warn(passed_over_warning(report), unknown_warning(coverage, texts, tokenizer._inner))
             if report["skipped_rows"]:
@@ -92,8 +93,10 @@ def with_entries_of(
         size: Most entries to keep, the most frequent ones; as many as occur by default.
     """
     rules = json.loads(tokenizer.to_json())
-    entries, special = Entries(rules), list(tokenizer.special_tokens.values())
-    kept_ids, kept_merges = {*entries.always(), *special}, set[Merge]()
+    entries = Entries(rules)
+    special = list(tokenizer.special_tokens.values())
+    kept_ids = {*entries.always(), *special}
+    kept_merges = set[Merge]()
     most = tokenizer.vocab_size if size is None else size
     if len(kept_ids) > most:
         needed = f"the {len(kept_ids):,} special tokens, bytes and characters of ASCII"
@@ -104,7 +107,8 @@ def with_entries_of(
             kept_ids |= ids
             kept_merges |= merges
     new = {old: number for number, old in enumerate(sorted(kept_ids))}
-    model, vocab = rules["model"], rules["model"]["vocab"]
+    model = rules["model"]
+    vocab = rules["model"]["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {entry: new[number] for entry, number in vocab.items() if number in new}
     else:
@@ -123,7 +127,8 @@ class Entries:
     """The entries of a parsed tokenizer.json, and what they consist of."""
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.model = rules, rules["model"]
+        self.rules = rules
+        self.model = rules["model"]
         vocab = self.model["vocab"]
         pairs = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
         self.ids: dict[str, int] = dict(pairs)
@@ -171,7 +176,9 @@ class Entries:
             pieces[0] = inner[0]
         if pieces and entry.endswith(self.suffix):
             pieces[-1] += self.suffix
-        merged, merges, never = set[str](), set[Merge](), len(self.merges)
+        merged = set[str]()
+        merges = set[Merge]()
+        never = len(self.merges)
         while len(pieces) > 1:
             rank, at = min((self._ranks.get(pair, never), at) for at, pair in enumerate(pairwise(pieces)))
             if rank == never:

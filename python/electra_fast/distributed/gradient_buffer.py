@@ -35,7 +35,9 @@ class GradientBuffer:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], division: Division, is_exact: bool, world: World
     ) -> None:
-        self._parameters, self._world, self._is_exact = list(parameters.values()), world, is_exact
+        self._parameters = list(parameters.values())
+        self._world = world
+        self._is_exact = is_exact
         self._names = list(parameters)
         sizes = [math.ceil(p.numel() / _ALIGNMENT) * _ALIGNMENT for p in self._parameters]
         starts = [0, *itertools.accumulate(sizes)]

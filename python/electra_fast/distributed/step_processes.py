@@ -40,11 +40,14 @@ from electra_fast.optimizers.optimizer import Optimizer, global_norm
 # Each worker process takes some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
 # Time without an answer after which a worker is reported: if it is suspended, and otherwise.
-_SUSPENDED_SECONDS, _PATIENCE_SECONDS = 3, 60
+_SUSPENDED_SECONDS = 3
+_PATIENCE_SECONDS = 60
 # Floats per cache line, to which each shared tensor is aligned.
 _ALIGNMENT = 16
 # Parameters of mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 class GradientComputation(ABC):
@@ -104,7 +107,9 @@ class _Worker:
     def __init__(
         self, rank: int, backward: GradientComputation, optimizer: Optimizer, memory: int, num_processes: int
     ) -> None:
-        self.backward, self.optimizer, self._rank = backward, optimizer, rank
+        self.backward = backward
+        self.optimizer = optimizer
+        self._rank = rank
         self._parameters = dict(backward.model.named_parameters())
         shared = [*self._parameters.values(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
         gradients = [*self._parameters.values()] * num_processes
@@ -132,7 +137,8 @@ class _Worker:
         optimizer = self.optimizer
         optimizer.zero_grad()
         totals = self.backward.run()
-        gradients, own_names = optimizer.gradients(), optimizer.own_names
+        gradients = optimizer.gradients()
+        own_names = optimizer.own_names
         for name in gradients.keys() - own_names:
             self._publish(name, gradients[name])
         wait()
@@ -146,7 +152,8 @@ class _Worker:
 
     def _publish(self, name: str, gradient: Tensor) -> None:
         """Copies a gradient, or its nonzero rows, to shared memory."""
-        shared, rows = self._gradients[self._rank][name], self.optimizer.gradient_rows.get(name)
+        shared = self._gradients[self._rank][name]
+        rows = self.optimizer.gradient_rows.get(name)
         if rows is None:
             shared.copy_(gradient)
         else:
@@ -159,7 +166,8 @@ class _Worker:
 
     def _add_published(self, name: str, rank: int, gradient: Tensor) -> None:
         """Adds the gradient of another process."""
-        shared, num_rows = self._gradients[rank][name], -1
+        shared = self._gradients[rank][name]
+        num_rows = -1
         if name in self._tables:
             published = self._rows[rank][name]
             num_rows = int(published[0])
@@ -290,7 +298,9 @@ class _Link(Connection):
 
     def _wait(self, event: int) -> None:
         """Waits until the connection is readable or writable. Raises Interrupted if that delays a requested stop."""
-        poll, seconds, is_named = select.poll(), 0, False
+        poll = select.poll()
+        seconds = 0
+        is_named = False
         poll.register(self.fileno(), event)
         while not poll.poll(1000):
             seconds += 1

@@ -30,9 +30,13 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, store: Store, timeout_seconds: float) -> None:
-        self._folder, self._rank, self._store, self._timeout = folder, rank, store, timeout_seconds
+        self._folder = folder
+        self._rank = rank
+        self._store = store
+        self._timeout = timeout_seconds
         self._waits: list[tuple[str, float]] = []
-        self._closed, self._is_ending = threading.Event(), threading.Lock()
+        self._closed = threading.Event()
+        self._is_ending = threading.Lock()
         # Two threads, since a request to the store of a frozen rank never returns.
         watches = (self._watch_the_clock, self._watch_the_store)
         self._threads = [threading.Thread(target=watch, name="watchdog", daemon=True) for watch in watches]

@@ -55,7 +55,10 @@ class Rendezvous:
     """
 
     def __init__(self, address: str, port: int, seconds: float, served: Store | None = None) -> None:
-        self._address, self._port, self._seconds, self._served = address, port, seconds, served
+        self._address = address
+        self._port = port
+        self._seconds = seconds
+        self._served = served
 
     @classmethod
     def find(cls, launch: Launch, seconds: float, environment: Mapping[str, str] = os.environ) -> Rendezvous:
@@ -98,7 +101,8 @@ class World:
     `wait_seconds` is the time that the host has waited for other ranks or the device.
     """
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def __init__(self) -> None:
         self.wait_seconds = 0.0
@@ -132,7 +136,8 @@ class World:
             world._watchdog.close()
 
     def _meet(self, launch: Launch, timeout_seconds: float, *, has_gpu: bool) -> Rendezvous:
-        self.rank, self.size = launch.rank, launch.world_size
+        self.rank = launch.rank
+        self.size = launch.world_size
         backend = "gloo"
         if has_gpu and torch.cuda.is_available():
             torch.cuda.set_device(_device_number(launch))
@@ -163,7 +168,8 @@ class World:
         for ranks in machines:
             group = dist.new_group(ranks) if len(machines) > 1 else None  # by all ranks, in the same order
             if self.rank in ranks:
-                self.node_ranks, self._node_group = ranks, group
+                self.node_ranks = ranks
+                self._node_group = group
 
     @property
     def is_first(self) -> bool:
@@ -247,7 +253,8 @@ class World:
 
         For work that does not depend on other ranks, such as reading a file.
         """
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = work()
         except (ElectraFastError, OSError) as caught:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from electra_fast.messages import say
 
-_WRITING, _REPLACED = ".writing", ".replaced"
+_WRITING = ".writing"
+_REPLACED = ".replaced"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -78,7 +79,8 @@ def recover(folder: Path) -> None:
 
 def recover_all(parent: Path) -> None:
     """Calls `recover` for everything in `parent` that has leftovers; nothing else may write to `parent` meanwhile."""
-    names, endings = [path.name for path in parent.glob(".*")], (_WRITING, _REPLACED)
+    names = [path.name for path in parent.glob(".*")]
+    endings = (_WRITING, _REPLACED)
     for name in {name[1:].removesuffix(end) for name in names for end in endings if name.endswith(end)}:
         recover(parent / name)
 

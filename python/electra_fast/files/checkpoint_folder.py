@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 STATE = "state.json"
 STATE_VERSION = 2
 _NAME = re.compile(r"step-(\d+)")
-_DAMAGED, _LEFT = "damaged-", "left-"
+_DAMAGED = "damaged-"
+_LEFT = "left-"
 
 
 @dataclass

@@ -73,7 +73,8 @@ def record_of(kind: type[T], table: Any, place: str) -> T:
     for name, hint in get_type_hints(kind).items():
         if name not in table:
             continue
-        value, where = table[name], f"{place}: {name}"
+        value = table[name]
+        where = f"{place}: {name}"
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             values[name] = record_of(hint, value, where)
         elif _is_of(value, hint):
@@ -119,7 +120,8 @@ class JsonLines:
         """
         kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
         replace_file(path, b"".join(kept))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         with errors_named(self._path):

@@ -24,7 +24,8 @@ from electra_fast.finetuning.encoding import EncodedExamples, Ints, join_encoded
 SHUFFLE_BUFFER = 100
 # Length of a row: at least this many tokens and examples of average length. On a CPU all tokens of a row attend to each
 # other and are masked afterwards, so long rows cost more; but rows of few examples have unequal lengths.
-ROW_TOKENS, ROW_EXAMPLES = 64, 3
+ROW_TOKENS = 64
+ROW_EXAMPLES = 3
 # Mean length from which all examples of a part are in one row, without padding, where attention computes only scores
 # within examples.
 LONG_EXAMPLES = 32
@@ -41,7 +42,8 @@ def num_steps(config: FinetuneSection, num_examples: int) -> int:
 
 def evaluation_steps(config: FinetuneSection, num_examples: int) -> frozenset[int]:
     """Returns the steps, counted from 1, after which the model is evaluated: the last one always."""
-    total, per_epoch = num_steps(config, num_examples), math.ceil(num_examples / config.batch_size)
+    total = num_steps(config, num_examples)
+    per_epoch = math.ceil(num_examples / config.batch_size)
     interval = max(1.0, per_epoch / config.evals_per_epoch) if config.evals_per_epoch else math.inf
     return frozenset((*(round(number * interval) for number in range(1, int(total / interval) + 1)), total))
 
@@ -71,10 +73,13 @@ def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Int
 
 def _through_buffer(stream: Ints, random: np.random.Generator) -> Ints:
     total = len(stream) - SHUFFLE_BUFFER
-    buffer, out = stream[:SHUFFLE_BUFFER].tolist(), np.empty(total, np.int64)
-    places, following = random.integers(SHUFFLE_BUFFER, size=total).tolist(), stream[SHUFFLE_BUFFER:].tolist()
+    buffer = stream[:SHUFFLE_BUFFER].tolist()
+    out = np.empty(total, np.int64)
+    places = random.integers(SHUFFLE_BUFFER, size=total).tolist()
+    following = stream[SHUFFLE_BUFFER:].tolist()
     for i, (place, entering) in enumerate(zip(places, following, strict=True)):
-        out[i], buffer[place] = buffer[place], entering
+        out[i] = buffer[place]
+        buffer[place] = entering
     return out
 
 
@@ -121,7 +126,8 @@ def pack(
     """
     from electra_fast.ops.cpu_ops import MAX_ROW  # imports torch, and models in ONNX need no batches of rows
 
-    lengths, num_parts = encoded.lengths[examples], min(num_parts, len(examples))
+    lengths = encoded.lengths[examples]
+    num_parts = min(num_parts, len(examples))
     if not num_parts:
         return []
     mean = float(lengths.mean())
@@ -186,14 +192,17 @@ def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
 def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], width: int) -> PackedBatch:
     lengths = encoded.lengths[examples]
     items = [item for row in rows for item in row]
-    columns, sources = np.zeros((5, len(rows), width), np.int32), np.full((len(rows), width), -1)
+    columns = np.zeros((5, len(rows), width), np.int32)
+    sources = np.full((len(rows), width), -1)
     ids, types, positions, segments, owners = columns
     owners[:] = len(items)
-    ends, first_tokens = [0], list[int]()
+    ends = [0]
+    first_tokens = list[int]()
     for r, row in enumerate(rows):
         at = 0
         for segment, item in enumerate(row, start=1):
-            start, length = encoded.offsets[examples[item]], int(lengths[item])
+            start = encoded.offsets[examples[item]]
+            length = int(lengths[item])
             place = slice(at, at + length)
             ids[r, place] = encoded.ids[start : start + length]
             types[r, place] = encoded.token_types[start : start + length]

@@ -168,15 +168,23 @@ _GOOGLE: dict[str, Scalar] = {
 RECIPES: dict[str, dict[str, Scalar]] = {"paper": _PAPER, "google": _GOOGLE, "fast": {}}
 # `fast` takes at least so many steps, or so many per class in at most so many epochs (measured in bench/LOG.md), and
 # evaluates at most so often. Narrow encoders need more steps per class, and less time for them.
-MIN_STEPS, MAX_EPOCHS_FOR_CLASSES, MAX_EVALUATIONS = 300, 30, 20
-NARROW, NARROW_STEPS_PER_CLASS, STEPS_PER_CLASS = 128, 60, 20
+MIN_STEPS = 300
+MAX_EPOCHS_FOR_CLASSES = 30
+MAX_EVALUATIONS = 20
+NARROW = 128
+NARROW_STEPS_PER_CLASS = 60
+STEPS_PER_CLASS = 20
 # Widths of encoders and their rates, in a recipe (`fast`: measured in bench/LOG.md); wider ones have _BASE_RATE, and
 # those of 24 layers or more _LARGE_RATE.
 _RATES = {"paper": {256: 3e-4}, "google": {}, "fast": {128: 1e-3, 384: 3e-4}}
-_BASE_RATE, _LARGE_RATE, _LARGE_LAYERS = 1e-4, 5e-5, 24
+_BASE_RATE = 1e-4
+_LARGE_RATE = 5e-5
+_LARGE_LAYERS = 24
 # `fast` with DeBERTa encoders wider than this: no layer decay, and about the rates of `experiments/glue` in V3's code,
 # 4.5e-5 for small, 1.5e-5 for base, 5.5e-6 to 1e-5 for large.
-_DEBERTA_WIDTH, _DEBERTA, _DEBERTA_LARGE = 256, 3e-5, 7e-6
+_DEBERTA_WIDTH = 256
+_DEBERTA = 3e-5
+_DEBERTA_LARGE = 7e-6
 # Tasks with small training sets, trained for 10 epochs in the paper and its code; tasks whose pairs have no order.
 _LONG = {"rte", "stsb"}
 _SYMMETRIC = {"mrpc", "stsb"}

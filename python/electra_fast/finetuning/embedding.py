@@ -58,8 +58,11 @@ class TextEncoder:
         device: torch.device,
         precision: str,
     ) -> None:
-        self.tokenizer, self.device = tokenizer, device
-        self._shape, self._parts, self._sentences = shape, parts, sentences
+        self.tokenizer = tokenizer
+        self.device = device
+        self._shape = shape
+        self._parts = parts
+        self._sentences = sentences
         self._precision = precision
         self._pooled: dict[str, Inference] = {}
 

@@ -73,10 +73,12 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: i
     """
     template = tokenizer.pair_template or BERT
     special = tokenizer.special_tokens
-    cls, sep = [special["cls"]], [special["sep"]]
+    cls = [special["cls"]]
+    sep = [special["sep"]]
     ids: list[Ints] = []
     token_types: list[Ints] = []
-    num_truncated, empty = 0, []
+    num_truncated = 0
+    empty = []
     for start in range(0, len(texts), _CHUNK):
         chunk = texts[start : start + _CHUNK]
         parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
@@ -126,7 +128,8 @@ def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]
     there is no chunk. `room` and `stride` are at least 1.
     """
     spans = []
-    start, end = 0, 0
+    start = 0
+    end = 0
     while end < num_tokens:
         end = min(start + room, num_tokens)
         spans.append((start, end - start))
@@ -140,7 +143,8 @@ def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
     The context is the smaller of the numbers of tokens before and after it in the chunk, plus a hundredth of the
     chunk's length; at a tie, the first chunk is chosen.
     """
-    found, most = np.zeros(num_tokens, np.int64), np.full(num_tokens, -1.0)
+    found = np.zeros(num_tokens, np.int64)
+    most = np.full(num_tokens, -1.0)
     for index, (start, length) in enumerate(spans):
         before = np.arange(length)
         context = np.minimum(before, before[::-1]) + 0.01 * length
@@ -158,7 +162,9 @@ def text_chunks(
 
     A token in several chunks has the index where it has the most context; int64 [tokens] per text.
     """
-    ids, places, lengths = [np.zeros(0, np.int32)], [], [0]
+    ids = [np.zeros(0, np.int32)]
+    places = []
+    lengths = [0]
     cls, sep = (np.array([special_tokens[name]], np.int32) for name in ("cls", "sep"))
     begin = 0
     for own in pieces:

@@ -51,7 +51,8 @@ class ErrorDetector(ExampleReader):
         sequence_length: int,
         precision: str,
     ) -> None:
-        self.sequence_length, self.tokenizer = sequence_length, tokenizer
+        self.sequence_length = sequence_length
+        self.tokenizer = tokenizer
         network = PretrainedNetwork(model, ROLE, model.discriminator_head)
         self._inference, self.note = choose_inference(network.to(device).eval(), device, precision)
 

@@ -43,7 +43,8 @@ class EvaluationReport(Entries):
 
 def read_examples(model: Predictor, file: Path, given: Mapping[str, Any]) -> tuple[Split, list[str]]:
     """Reads labeled examples for a fine-tuned model with the options of its reader; returns also notes for the user."""
-    reader, trained = model.task_type.read_labeled, (model.text_columns, model.label_columns)
+    reader = model.task_type.read_labeled
+    trained = (model.text_columns, model.label_columns)
     options = reader_options(given, reader, f"not for {model.kind}", (*trained[0], *trained[1]))
     with local_file(file) as copy:
         split, notes = reader(model.task, copy, trained, **options)
@@ -164,9 +165,11 @@ def evaluate(
         raise InputError(f"{wanted}; name one")
     if isinstance(data, str | Path) and (Path(data) / "manifest.json").is_file():
         raise InputError(f"{wanted}, and {data} is a corpus, on which pre-trained models are")
-    file, predictor = file_or_table("data", data), load_finetuned(Path(model), device, precision or "auto")
+    file = file_or_table("data", data)
+    predictor = load_finetuned(Path(model), device, precision or "auto")
     given = {name: value for name, value in given.items() if name not in _COMMON}
-    task, task_type = predictor.task, predictor.task_type
+    task = predictor.task
+    task_type = predictor.task_type
     split, notes = read_examples(predictor, file, given)
     for note in (*filter(None, [predictor.note]), *notes):
         say(note)

@@ -45,7 +45,8 @@ _PREDICTED = ("label", "labels", "tags", "answer", "value")
 # The scores of which the first that a task has is its metric, if its results.json is not there.
 _METRICS = ("f1_micro", "f1", "spearman", "accuracy")
 # Texts and seconds of a measurement.
-_TIMED_TEXTS, _TIMED_SECONDS = 64, 1.0
+_TIMED_TEXTS = 64
+_TIMED_SECONDS = 1.0
 _EXAMPLE = "Without examples, this text stands in for those that the model will read. " * 3
 
 
@@ -133,7 +134,8 @@ def export(
     than `accept_loss`; ElectraFastError if the outputs of an ONNX file are wrong; OSError if an upload fails, with the
     local folder that has the export then.
     """
-    source, defaults = Path(run), options_of(export)
+    source = Path(run)
+    defaults = options_of(export)
     del defaults["out"], defaults["data"]  # which may be a table, and tables compare by cell
     given = {name: value for name, value in locals().items() if name in defaults and value != defaults[name]}
     given |= {} if data is None else {"data": data}
@@ -181,7 +183,10 @@ class _OnnxWriter:
             )
         seed_folder = source.resolve().parent  # of `finetune`, unless the model has been moved
         self.task_folder = seed_folder.parent if seed_folder.name.startswith("seed-") else seed_folder
-        self.source, self.out, self.int8, self.accept_loss = source, out, int8, accept_loss
+        self.source = source
+        self.out = out
+        self.int8 = int8
+        self.accept_loss = accept_loss
         self.torch = FinetunedModel(source, device="cpu", precision="fp32")
         self.split, self.data = self._examples(data)
         self.answers: Answers = []
@@ -214,7 +219,9 @@ class _OnnxWriter:
         return self.torch._split([example] * _TIMED_TEXTS, ()), None
 
     def _write(self, folder: Path) -> OnnxExport:
-        source, description, path = self.source, read_description(self.source), folder / ONNX_FILE
+        source = self.source
+        description = read_description(self.source)
+        path = folder / ONNX_FILE
         copy_tokenizer(
             tokenizer_folder(source, description.shape.vocab_size), folder, INPUT_NAMES[description.shape.architecture]
         )
@@ -263,7 +270,8 @@ class _OnnxWriter:
     def _check_loss(self, result: OnnxExport) -> None:
         if not self.int8 or self.metric is None:
             return
-        before, after = result.models["torch fp32"], result.models["onnx int8"]
+        before = result.models["torch fp32"]
+        after = result.models["onnx int8"]
         loss = 100 * (before["score"] - after["score"])
         if loss > self.accept_loss + 1e-9:
             raise InputError(
@@ -278,7 +286,8 @@ class _OnnxWriter:
     def _card(self, result: OnnxExport, path: Path) -> str:
         import onnxruntime
 
-        task_type, hf = self.torch.task_type, self.torch.task_type.hf
+        task_type = self.torch.task_type
+        hf = self.torch.task_type.hf
         family = read_object(self.source / "config.json")["model_type"]
         summary = printable(task_type.summary(self.torch.task, self.torch.num_texts or task_type.num_texts or 1))
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -313,14 +322,17 @@ def _agreement(answers: Answers, others: Answers) -> float:
 def _speed(model: Predictor, split: Split) -> tuple[float, float]:
     """Returns the median milliseconds of one text at a time, and texts per second of many; with tokenization."""
     count = min(len(split.texts), _TIMED_TEXTS)
-    singles, many = [select(split, "predict", [row]) for row in range(count)], select(split, "predict", range(count))
+    singles = [select(split, "predict", [row]) for row in range(count)]
+    many = select(split, "predict", range(count))
     model.predict_split(singles[0])
-    times, ends = list[float](), time.perf_counter() + _TIMED_SECONDS
+    times = list[float]()
+    ends = time.perf_counter() + _TIMED_SECONDS
     while time.perf_counter() < ends or len(times) < 5:
         start = time.perf_counter()
         model.predict_split(singles[len(times) % count])
         times.append(time.perf_counter() - start)
-    start, rounds = time.perf_counter(), 0
+    start = time.perf_counter()
+    rounds = 0
     while not rounds or time.perf_counter() < start + _TIMED_SECONDS:
         model.predict_split(many)
         rounds += 1

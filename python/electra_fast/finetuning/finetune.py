@@ -214,7 +214,8 @@ def finetune(
     short = {name: given[name] for name in FinetuningConfig.SHORT_NAMES if given[name] is not None}
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
-    out, place = Path(out), choose_device(device)
+    out = Path(out)
+    place = choose_device(device)
     files = {name: file_or_table(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
     settings = FinetuningConfig.values_of([*(overrides or {}).items(), *short.items()])
     if folds is not None and "finetune.patience" not in settings:
@@ -244,15 +245,18 @@ def finetune(
         jobs: dict[str, list[Job]] = {}
         alone: list[Job] = []
         for each, lesson in zip(all_data, lessons, strict=True):
-            defaults, made = TASK_TYPES[each.task.kind].defaults, jobs.setdefault(each.task.name, [])
-            labeled, num_classes = len(each.train.texts), len(each.task.labels)
+            defaults = TASK_TYPES[each.task.kind].defaults
+            made = jobs.setdefault(each.task.name, [])
+            labeled = len(each.train.texts)
+            num_classes = len(each.task.labels)
             unlabeled_texts = 0 if lesson is None or lesson.unlabeled is None else len(lesson.unlabeled.texts)
             config, alone_config = (
                 recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, size, num_classes)
                 for size in (labeled + unlabeled_texts, labeled)
             )
             part = "" if folds is None else f"fold-{len(made)}"
-            folder, hardware = out / each.task.name / part, made[0].hardware if made else None
+            folder = out / each.task.name / part
+            hardware = made[0].hardware if made else None
             data = dataclasses.replace(each, notes=()) if made else each  # another fold has the same notes
             made.append(make_job(data, config, encoder, folder, place, part=part, hardware=hardware, lesson=lesson))
             if lesson is not None:
@@ -286,9 +290,12 @@ def _lessons(
     if len({each.task.name for each in all_data}) > 1:
         raise InputError(f"--teacher {teacher.folder}: is for one task; choose it with --task")
     extra, notes = read_unlabeled(files_or_tables(unlabeled), first, columns) if unlabeled is not None else (None, [])
-    found, lessons = list[TaskData](), list[Lesson | None]()
+    found = list[TaskData]()
+    lessons = list[Lesson | None]()
     for data in all_data:
-        order, own, more = teacher.check(data.task, len(data.train.texts[0])), None, list[str]()
+        order = teacher.check(data.task, len(data.train.texts[0]))
+        own = None
+        more = list[str]()
         if extra is not None:
             own, more = without_repeats(extra, data)
         found.append(dataclasses.replace(data, notes=(*data.notes, *teacher.notes, *notes, *more)))
@@ -347,7 +354,8 @@ def _visible(folder: Path) -> list[str]:
 
 def _check_folder(job: Job) -> None:
     """Writes what the results depend on; raises InputError if the folder has results of other settings or data."""
-    path, now = job.folder / IDENTITY, json.loads(json.dumps(job.identity()))
+    path = job.folder / IDENTITY
+    now = json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
     if not path.exists() and job.folder.exists() and _visible(job.folder):
@@ -416,7 +424,8 @@ def _earlier_run(job: Job, seed: int, stop: StopRequest, progress: FinetuningPro
     folder = job.folder / f"seed-{seed}"
     result = read_finished(folder, job.task.metric)
     progress.skip(job.num_tokens)
-    outdated, kept = outdated_splits(job, result), "from an earlier session"
+    outdated = outdated_splits(job, result)
+    kept = "from an earlier session"
     if outdated or result.get("splits", {}).keys() != job.predicted.keys():
         result = rescore(job, folder, result, outdated, stop)
         names = " and ".join(each.name for each in outdated)
@@ -427,7 +436,8 @@ def _earlier_run(job: Job, seed: int, stop: StopRequest, progress: FinetuningPro
 
 
 def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> dict[str, Any]:
-    job, name = run.job, f"{run.job.name} seed {run.seed}"
+    job = run.job
+    name = f"{run.job.name} seed {run.seed}"
     progress.enter(name)
     for warning in run.warnings:
         progress.warn(f"warning: {warning}")

@@ -22,7 +22,8 @@ class FinetunedModel(Predictor, TextEncoder):
 
     def __init__(self, folder: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:
         folder = Path(folder)
-        finetuned, on = read_finetuned(folder), choose_device(device)
+        finetuned = read_finetuned(folder)
+        on = choose_device(device)
         Predictor.__init__(self, folder, finetuned)
         self._model = model = self.task_type.model(finetuned.shape, self._config, len(finetuned.labels))
         model.load_state_dict(self.task_type.from_units(self.task, finetuned.state, self._settings))

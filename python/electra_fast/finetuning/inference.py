@@ -28,7 +28,8 @@ from electra_fast.ops.weight_casts import WeightCasts
 # Tokens per batch; on a CPU, as many as fit in the caches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
 # Size of a measurement.
-_SAMPLE_ROWS, _SAMPLE_LENGTH = 4, 128
+_SAMPLE_ROWS = 4
+_SAMPLE_LENGTH = 128
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Inference:
         """As `by_example`, for a model that predicts per token; [tokens of `encoded.ids`, ...]."""
         outputs: NDArray[Any] | None = None
         for _, part, (tensor,) in self.batches(encoded):
-            sources, values = part.sources.ravel(), tensor.cpu().numpy()
+            sources = part.sources.ravel()
+            values = tensor.cpu().numpy()
             if outputs is None:
                 outputs = np.zeros((len(encoded.ids), *values.shape[1:]), values.dtype)
             outputs[sources[sources >= 0]] = values[sources >= 0]
@@ -71,8 +73,10 @@ class Inference:
 
     @torch.no_grad()
     def batches(self, encoded: EncodedExamples) -> Iterator[tuple[NDArray[Any], PackedBatch, tuple[Tensor, ...]]]:
-        model, compute = self.model, self.compute
-        was_training, device = model.training, next(model.parameters()).device
+        model = self.model
+        compute = self.compute
+        was_training = model.training
+        device = next(model.parameters()).device
         if was_training:
             model.eval()
         order = np.argsort(encoded.lengths, kind="stable")
@@ -84,7 +88,8 @@ class Inference:
             while pending:
                 if self.before_batch is not None:
                     self.before_batch()
-                examples, found = pending.pop(), []
+                examples = pending.pop()
+                found = []
                 try:
                     for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
                         with use_compute(compute):
@@ -99,7 +104,8 @@ class Inference:
                         raise
                     # This batch and those that follow, which are longer, in halves.
                     halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
-                    pending, found = [half for pair in halves for half in pair if len(half)], []
+                    pending = [half for pair in halves for half in pair if len(half)]
+                    found = []
                 yield from found
         if was_training:
             model.train()
@@ -111,8 +117,10 @@ def _casts(model: EncoderWithHead, compute: ComputeConfig, device: torch.device)
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[Inference, str]:
     """Returns how a model predicts, and a line for the user; on a CPU, a short measurement decides."""
-    shape, note = dataclasses.replace(model.shape, attention_dropout=0.0), ""
-    matmul, chosen = fastest_matmul(shape, device), choose_precision(precision, device)
+    shape = dataclasses.replace(model.shape, attention_dropout=0.0)
+    note = ""
+    matmul = fastest_matmul(shape, device)
+    chosen = choose_precision(precision, device)
 
     def compute_in(name: str) -> ComputeConfig:
         return resolve_compute(shape, device, name, matmul, AUTO)

@@ -86,7 +86,8 @@ def evaluate_pairs(
     if len(columns) not in (0, 2):
         raise InputError(f"text = {', '.join(columns)}: must be two columns, the better sentence first")
     files = pairs if isinstance(pairs, list) and pairs and not isinstance(pairs[0], Mapping) else [pairs]
-    found, members = list[tuple[str, str, str]](), dict[str, list[int]]()
+    found = list[tuple[str, str, str]]()
+    members = dict[str, list[int]]()
     for each in files:
         file = file_or_table("pairs", each)
         source = Source(file, columns, (), 2, Dialect(quoting, delimiter, no_header), "auto", skip_bad_rows)

@@ -69,8 +69,10 @@ class Inputs:
 
     def by_example(self, values_T: Tensor, fill: float, width: int = 0) -> Tensor:
         """Arranges the values of tokens by example, padded with `fill`; [T, ...] → [n, max(longest, width), ...]."""
-        n, longest = len(self.first_n), max(self.longest, width)
-        positions_T, owners_T = self.columns_5RL[2].flatten(), self.columns_5RL[4].flatten()
+        n = len(self.first_n)
+        longest = max(self.longest, width)
+        positions_T = self.columns_5RL[2].flatten()
+        owners_T = self.columns_5RL[4].flatten()
         grid = values_T.new_full((n + 1, longest, *values_T.shape[1:]), fill)  # the last row takes the padding
         return grid.index_put((owners_T, positions_T.clamp(max=longest - 1)), values_T)[:n]
 
@@ -140,7 +142,8 @@ class EncoderWithHead(nn.Module, ABC):
     def __init__(self, shape: ModelConfig, head: nn.Module) -> None:
         super().__init__()
         self.shape = shape
-        self.embeddings, self.encoder = Embeddings(shape, has_sparse_gradient=True), Encoder(shape)
+        self.embeddings = Embeddings(shape, has_sparse_gradient=True)
+        self.encoder = Encoder(shape)
         self.head = head
 
     def hidden_states(self, inputs: Inputs, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
@@ -149,7 +152,8 @@ class EncoderWithHead(nn.Module, ABC):
         dropout = Dropout(self.shape.dropout if self.training else 0.0, key)
         x_TE = self.embeddings(ids_T, positions_T, types_T, compute.dtype, dropout)
         queries = inputs.first_tokens(self.shape) if self.only_first else None
-        mask, absolute_TD = inputs.mask(compute.attention, self.shape), self.absolute(positions_T)
+        mask = inputs.mask(compute.attention, self.shape)
+        absolute_TD = self.absolute(positions_T)
         hidden: Tensor = self.encoder(x_TE, positions_T, mask, dropout, queries, absolute_TD)
         return hidden
 
@@ -167,7 +171,8 @@ class TaskModel(EncoderWithHead):
 
     def __init__(self, shape: ModelConfig, head: nn.Module, head_kind: str, head_dropout: float = 0.0) -> None:
         super().__init__(shape, head)
-        self.head_kind, self.head_dropout = head_kind, head_dropout
+        self.head_kind = head_kind
+        self.head_dropout = head_dropout
 
     def load_encoder(self, state: Mapping[str, Tensor]) -> None:
         """Copies tensors, by the names of parameters, into embeddings and encoder."""

@@ -48,7 +48,8 @@ LENGTH_KEY = "electra_fast_sequence_length"
 """The longest example in training, in tokens."""
 TEXTS_KEY = "electra_fast_num_texts"
 """1 if an example is a text, 2 if it is a pair."""
-COLUMNS_KEY, LABEL_COLUMNS_KEY = "electra_fast_text_columns", "electra_fast_label_columns"
+COLUMNS_KEY = "electra_fast_text_columns"
+LABEL_COLUMNS_KEY = "electra_fast_label_columns"
 """The columns of own data, those of the training file first."""
 SETTINGS_KEY = "electra_fast_settings"
 """The task type's settings for prediction."""
@@ -97,7 +98,9 @@ def write_finetuned(folder: Path, finetuned: Finetuned, special_ids: Mapping[str
     from electra_fast.checkpoint import write_tensors
     from electra_fast.huggingface import weights
 
-    shape, kind, task_type = finetuned.shape, finetuned.kind, TASK_TYPES[finetuned.kind]
+    shape = finetuned.shape
+    kind = finetuned.kind
+    task_type = TASK_TYPES[finetuned.kind]
     architecture = shape.architecture
     head, state = task_type.to_transformers(architecture, finetuned.head, finetuned.state, shape.hidden_size)
     name = RAW_CLASSES[architecture] if head == "published" else class_name(architecture, kind)
@@ -139,7 +142,8 @@ def read_finetuned(folder: Path) -> Finetuned:
     from electra_fast.huggingface.encoder import read_state
 
     found = read_description(folder)
-    task_type, shape = TASK_TYPES[found.kind], found.shape
+    task_type = TASK_TYPES[found.kind]
+    shape = found.shape
     with torch.device("meta"):
         model = task_type.model(shape, FinetuneSection(head=cast(Any, found.head)), len(found.labels))
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -159,7 +163,8 @@ def read_description(folder: Path) -> Finetuned:
             raise FileNotFoundError(f"{folder}: {what}")
         hint = models_inside(folder) or f"{what}; name a fine-tuned model, as DIR/TASK/seed-0/model"
         raise FileNotFoundError(f"{folder}: {hint}")
-    table, path = read_table(folder), folder / "config.json"
+    table = read_table(folder)
+    path = folder / "config.json"
     if ORIGINAL_KEY in table:  # their heads are others than Electra's
         raise InputError(
             f"{path}: model_type = {original(table)['model_type']!r}; only fine-tuned models of "
@@ -169,7 +174,9 @@ def read_description(folder: Path) -> Finetuned:
     head = present_name("finetune.head", str(table.get(HEAD_KEY, "transformers")))
     labels = _labels(path, table)
     kind = _kind(folder, table, architecture, len(labels))
-    task_type, hf, pooling = TASK_TYPES[kind], TASK_TYPES[kind].hf, table.get("classifier_pooling", "cls")
+    task_type = TASK_TYPES[kind]
+    hf = TASK_TYPES[kind].hf
+    pooling = table.get("classifier_pooling", "cls")
     if (architecture, head) not in hf.head_names or (hf.problem_type and pooling != "cls"):
         raise InputError(f"{path}: only heads on [CLS] or on tokens are supported (classifier_pooling, {HEAD_KEY})")
     if task_type.output_names and len(labels) != len(task_type.output_names):
@@ -179,7 +186,8 @@ def read_description(folder: Path) -> Finetuned:
         )
     check_settings(path, table, HEAD_KEYS)
     shape = read_encoder_shape(folder, table)
-    length, settings = table.get(LENGTH_KEY, shape.max_positions), table.get(SETTINGS_KEY, {})
+    length = table.get(LENGTH_KEY, shape.max_positions)
+    settings = table.get(SETTINGS_KEY, {})
     if type(length) is not int or not 8 <= length <= shape.max_positions:
         raise InputError(f"{path}: {LENGTH_KEY} = {length!r} must be between 8 and {shape.max_positions}")
     if not isinstance(settings, dict):

@@ -36,9 +36,11 @@ class _RawHead(nn.Module):
 
     def __init__(self, encoder: nn.Module, finetuned: Finetuned, on_tokens: bool) -> None:
         super().__init__()
-        self.encoder, self.on_tokens = encoder, on_tokens
+        self.encoder = encoder
+        self.on_tokens = on_tokens
         weight, bias = (finetuned.state[f"head.classifier.{part}"] for part in ("weight", "bias"))
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(bias)
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         x_BLD = self.encoder(**inputs).last_hidden_state
@@ -52,7 +54,8 @@ def write_finetuned_graph(source: Path, path: Path, predictor: FinetunedModel) -
     """
     import transformers
 
-    table, finetuned = read_table(source), read_finetuned(source)
+    table = read_table(source)
+    finetuned = read_finetuned(source)
     outputs = predictor.task_type.onnx_outputs
     with quiet():
         loader = getattr(transformers, table["architectures"][0])
@@ -89,11 +92,13 @@ def _difference(predictor: FinetunedModel, path: Path, finetuned: Finetuned) -> 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    shape, error = finetuned.shape, 0.0
+    shape = finetuned.shape
+    error = 0.0
     # Rows longer and shorter than the window of local attention, and than the exporter saw, padded.
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))
     for lengths in ([length, length // 3, 3], [max(3, min(9, length)), 4]):
-        random, offsets = np.random.default_rng(length), np.cumsum([0, *lengths])
+        random = np.random.default_rng(length)
+        offsets = np.cumsum([0, *lengths])
         ids = random.integers(shape.vocab_size, size=offsets[-1], dtype=np.int32)
         types = random.integers(2, size=offsets[-1], dtype=np.int32)
         encoded = EncodedExamples(ids, types, offsets, 0, ())
@@ -118,8 +123,12 @@ def _difference(predictor: FinetunedModel, path: Path, finetuned: Finetuned) -> 
 def _outputs(predictor: FinetunedModel, encoded: EncodedExamples) -> NDArray[Any]:
     """Returns our head's outputs in the units of the data, [n, C] or [tokens, C]."""
     inference: Inference = predictor._inference
-    model, compute, device = inference.model, inference.compute, torch.device("cpu")
-    by_example, rows, order = model.only_first, [], []
+    model = inference.model
+    compute = inference.compute
+    device = torch.device("cpu")
+    by_example = model.only_first
+    rows = []
+    order = []
     for part in pack(encoded, np.arange(len(encoded)), in_one_row=compute.computes_segments(device)):
         with use_compute(compute):
             values = model.outputs(Inputs.of(part, device), compute).numpy()  # type: ignore[operator]

@@ -47,7 +47,8 @@ class OnnxInference:
 
     def by_example(self, encoded: EncodedExamples) -> tuple[NDArray[Any], ...]:
         """As `Inference.by_example`."""
-        order, found = list[Ints](), []
+        order = list[Ints]()
+        found = []
         for examples, _, outputs in self._batches(encoded):
             order.append(examples)
             found.append(self.interpret(outputs, encoded, examples))
@@ -67,7 +68,8 @@ class OnnxInference:
 
     def _batches(self, encoded: EncodedExamples) -> Iterator[tuple[Ints, Ints, list[NDArray[Any]]]]:
         """Yields examples of similar lengths, the index of each token in `encoded.ids`, -1 on padding, and outputs."""
-        batches, threads = list(self._divided(encoded.lengths)), num_threads()
+        batches = list(self._divided(encoded.lengths))
+        threads = num_threads()
         if len(batches) < threads or threads == 1:
             run = partial(self._run, self.sessions(threads), encoded)
             yield from map(run, batches)

@@ -66,5 +66,6 @@ def predict(
     settings = predictor._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)
     dialect = Dialect(quoting, delimiter, no_header)
     source = predictor.source(Path(file), text, dialect=dialect, format=format, skip_bad_rows=skip_bad_rows)
-    answer, purpose = partial(predictor.predict, **settings), f"{model} is for {predictor.kind}"
+    answer = partial(predictor.predict, **settings)
+    purpose = f"{model} is for {predictor.kind}"
     return answer_file(answer, predictor.task_type, source, out, preface=predictor.note, purpose=purpose)

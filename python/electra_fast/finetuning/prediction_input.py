@@ -126,7 +126,8 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
         raise InputError(f"{source.path}: {names}: this model reads {reads}; choose the columns with --text")
     if not source.text and not source.trained_text and table.format != ".txt":
         table.notes.append(columns_note(source.path, f"text in {' and '.join(map(repr, columns))}", (), "label"))
-    number, empty = 0, list[int]()
+    number = 0
+    empty = list[int]()
     for line, row in itertools.chain([first], rows):
         example = None
         with bad.collect():
@@ -182,7 +183,8 @@ def _others(
 def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
     """Writes rows as text, CSV or JSON lines, keeping their line numbers if possible."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        cells, number = csv.writer(file), 1
+        cells = csv.writer(file)
+        number = 1
         for line, row in rows:
             if path.suffix == ".csv" and number == 1:
                 cells.writerow(row)

@@ -43,7 +43,8 @@ def answer_file(
     """
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
         raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
-    returned, count = list[Prediction](), 0
+    returned = list[Prediction]()
+    count = 0
     with contextlib.ExitStack() as stack:
         source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
         try:
@@ -52,7 +53,8 @@ def answer_file(
         except InputError as error:
             raise InputError(f"{error}; {purpose}") from None
         examples = dataclasses.replace(examples, rows=itertools.chain(first, examples.rows))
-        num_notes, started = len(examples.notes), time.monotonic()
+        num_notes = len(examples.notes)
+        started = time.monotonic()
         for line in filter(None, (preface, *examples.notes)):
             say(line)
         try:

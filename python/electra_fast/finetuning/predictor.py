@@ -34,8 +34,11 @@ class Predictor:
 
     def __init__(self, folder: Path, finetuned: Finetuned) -> None:
         _, self.tokenizer = open_tokenizer(folder, finetuned.shape.vocab_size)
-        self.kind, self.labels, self.num_texts = finetuned.kind, finetuned.labels, finetuned.num_texts
-        self.text_columns, self.label_columns = finetuned.text_columns, finetuned.label_columns
+        self.kind = finetuned.kind
+        self.labels = finetuned.labels
+        self.num_texts = finetuned.num_texts
+        self.text_columns = finetuned.text_columns
+        self.label_columns = finetuned.label_columns
         self.task_type = TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
         # The tags of a model from elsewhere delimit entities if one looks like B-PER.
@@ -144,7 +147,8 @@ def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
     """Returns the configuration for prediction; raises InputError if the folder's settings are invalid."""
     names = {each.name for each in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
-    thresholds, threshold = finetuned.settings.get("thresholds", {}), finetuned.settings.get("null_threshold")
+    thresholds = finetuned.settings.get("thresholds", {})
+    threshold = finetuned.settings.get("null_threshold")
     if not isinstance(thresholds, dict) or not all(type(each) in (int, float) for each in thresholds.values()):
         raise InputError(f"config.json: {SETTINGS_KEY}: thresholds = {thresholds!r} must be numbers by label")
     if threshold is not None and type(threshold) not in (int, float):

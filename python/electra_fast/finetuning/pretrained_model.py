@@ -33,7 +33,8 @@ class PretrainedModel(TextEncoder):
 
     def __init__(self, path: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:
         self.path = Path(path).resolve()
-        encoder, on = load_encoder(self.path), choose_device(device)
+        encoder = load_encoder(self.path)
+        on = choose_device(device)
         # A run reads as many tokens as it has positions, and so does its export.
         length = tokenizer_length(encoder.tokenizer) if checkpoint_of(self.path) is None else None
         sentences = read_sentence_settings(self.path, length)
@@ -42,7 +43,8 @@ class PretrainedModel(TextEncoder):
         super().__init__(encoder.shape, parts.to(on).eval(), Tokenizer(encoder.tokenizer), sentences, on, precision)
 
     def __repr__(self) -> str:
-        shape, size = self._shape, sum(each.numel() for each in self._parts.parameters()) / 1e6
+        shape = self._shape
+        size = sum(each.numel() for each in self._parts.parameters()) / 1e6
         sizes = f"{shape.num_layers} layers of {shape.hidden_size}, {size:.2f} M parameters without heads"
         kind = f"{shape.architecture}, {sizes}, up to {self.max_length} tokens, on {self.device}"
         return f"{type(self).__name__}: {self.path}: {kind}"

@@ -46,7 +46,8 @@ Scores = NDArray[np.float64]
 KINDS = ("discriminator", "both", "corrective", "generator")
 """Kinds of scores. The default of a model is the first that it has."""
 # The scores that `both` sums, and the weight of the second, chosen on half of BLiMP's paradigms.
-_BOTH, _GENERATOR_WEIGHT = ("discriminator", "generator"), 0.02
+_BOTH = ("discriminator", "generator")
+_GENERATOR_WEIGHT = 0.02
 # Tokens of masked copies of texts that are in memory at once.
 _COPIED_TOKENS = 1 << 21
 
@@ -79,7 +80,8 @@ class TextScorer:
     """
 
     def __init__(self, source: str | Path, device: str = AUTO, precision: str = AUTO) -> None:
-        self.source, on = Path(source), choose_device(device)
+        self.source = Path(source)
+        on = choose_device(device)
         self._model = model = read_model(source).to(on)
         _, self._tokenizer = open_tokenizer(self.source, model.config.model.vocab_size)
         precision = "fp32" if precision == AUTO else precision
@@ -110,7 +112,8 @@ class TextScorer:
             if kind not in self.kinds:
                 raise InputError(f"{self.source}: has no score {kind!r}, only {', '.join(self.kinds)}")
         pieces = self._tokenizer.encode_batch(checked_texts(texts, "score"))
-        longest, special = self._model.config.model.max_positions, self._tokenizer.special_tokens
+        longest = self._model.config.model.max_positions
+        special = self._tokenizer.special_tokens
         for number, ids in enumerate(pieces):
             if not 0 < len(ids) <= longest - 2:
                 limits = f"this model scores texts of 1 to {longest - 2:,}"
@@ -144,7 +147,8 @@ class TextScorer:
         with EncodingProgress("score", num_tokens, shown=progress) as shown:
             for role, own in by_role.items():
                 for _, part, (hidden_TD,) in self._networks[role].batches(encoded):
-                    is_token, positions = part.sources >= 0, part.columns[2].ravel()
+                    is_token = part.sources >= 0
+                    positions = part.columns[2].ravel()
                     for kind in own:
                         if kind == "discriminator":
                             addends = self._log_original(hidden_TD, positions)[is_token.ravel()]
@@ -180,7 +184,8 @@ class TextScorer:
 
 
 def _joined(rows: list[NDArray[np.int32]]) -> EncodedExamples:
-    ids, lengths = np.concatenate(rows), [0, *map(len, rows)]
+    ids = np.concatenate(rows)
+    lengths = [0, *map(len, rows)]
     return EncodedExamples(ids, np.zeros_like(ids), np.cumsum(lengths, dtype=np.int64), 0, ())
 
 
@@ -195,9 +200,12 @@ def _masked(
     encoded: EncodedExamples, texts: range, mask: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], EncodedExamples]:
     """Returns the copies of texts with one token masked each, and by copy that token's index in all and in its text."""
-    copies, positions, tokens = list[NDArray[np.int32]](), [], []
+    copies = list[NDArray[np.int32]]()
+    positions = []
+    tokens = []
     for text in texts:
-        start, end = encoded.offsets[text], encoded.offsets[text + 1]
+        start = encoded.offsets[text]
+        end = encoded.offsets[text + 1]
         inner = np.arange(1, end - start - 1)
         rows = np.tile(encoded.ids[start:end], (len(inner), 1))
         rows[np.arange(len(inner)), inner] = mask

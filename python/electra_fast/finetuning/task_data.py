@@ -43,7 +43,8 @@ def read_tasks(
     chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
     if task is not None and not chosen:
         raise InputError(f"--task names no task; there are {', '.join(_ALL_NAMES)}")
-    files, folders = files or {}, {"--glue DIR": glue, "--squad DIR": squad}
+    files = files or {}
+    folders = {"--glue DIR": glue, "--squad DIR": squad}
     sources = [*(flag for flag, folder in folders.items() if folder is not None), *(["--train FILE"] if files else [])]
     if len(sources) > 1:
         raise InputError(f"{' and '.join(sources)}: data of one kind per call; give one of them")
@@ -77,7 +78,8 @@ def _read_own(kind: str, files: Mapping[str, Path], given: Mapping[str, Any]) ->
     if "group" in given and "dev" in files:
         raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
     found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
-    dev, overlap = found.dev[0], list(filter(None, [overlap_warning(found.train, found.dev[0])]))
+    dev = found.dev[0]
+    overlap = list(filter(None, [overlap_warning(found.train, found.dev[0])]))
     if not overlap and (num_known := num_trained_on(found.train, dev)):  # which inflates the scores
         overlap = [
             f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"

@@ -30,11 +30,13 @@ def read_unlabeled(files: Iterable[Path], data: TaskData, options: Mapping[str, 
     `options` are those for the training file, of which the text columns and the dialect count; other columns, labels
     among them, are ignored. Raises FileNotFoundError, or InputError naming what cannot be used.
     """
-    task_type, num_texts = TASK_TYPES[data.task.kind], len(data.train.texts[0])
+    task_type = TASK_TYPES[data.task.kind]
+    num_texts = len(data.train.texts[0])
     known = (*data.text_columns, *(glue.TASKS[data.task.name].texts if data.task.name in glue.TASKS else ()))
     usual = tuple(each for each in task_type.usual_columns if len(each) == num_texts)
     dialect = Dialect(*(options[name] for name in DIALECT))
-    examples, notes = list[Any](), list[str]()
+    examples = list[Any]()
+    notes = list[str]()
     for file in files:
         with contextlib.ExitStack() as stack:
             path = stack.enter_context(local_file(file))
@@ -50,7 +52,8 @@ def read_unlabeled(files: Iterable[Path], data: TaskData, options: Mapping[str, 
 
 def without_repeats(unlabeled: Split, data: TaskData) -> tuple[Split, list[str]]:
     """Returns the examples with text that are neither in the training split nor repeated, and notes for the user."""
-    seen, rows = set(data.train.texts), list[int]()
+    seen = set(data.train.texts)
+    rows = list[int]()
     for row, texts in enumerate(unlabeled.texts):
         if texts not in seen and "".join(texts).strip():
             seen.add(texts)

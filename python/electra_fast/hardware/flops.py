@@ -52,7 +52,8 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None, *, of
         stages: Stages over whose steps to average; by default the whole run.
         of_all_tokens: Counts last layers as if they computed all tokens, also where masked ones alone are needed.
     """
-    stages, length = stages or objective_of(config).stages(), config.data.sequence_length
+    stages = stages or objective_of(config).stages()
+    length = config.data.sequence_length
     num_steps = sum(stage.num_steps for stage in stages)
     parts = dict.fromkeys(asdict(Flops()), 0.0)
     for stage in stages:
@@ -94,7 +95,9 @@ def _deberta_encoder(shape: ModelConfig, config: Config, *, is_decoder: bool) ->
 
     With `is_decoder`, the last layer counts twice.
     """
-    length, train, hidden = config.data.sequence_length, config.train, shape.hidden_size
+    length = config.data.sequence_length
+    train = config.train
+    hidden = shape.hidden_size
     num_distances = 2 * length - 1
     num_rows = num_distances if length - 1 <= shape.position_buckets // 2 else 2 * shape.position_buckets
     tokens = train.batch_size // train.num_micro_batches * length
@@ -110,7 +113,9 @@ def _projection(shape: ModelConfig) -> int:
 
 def _head(kind: str, shape: ModelConfig) -> int:
     """Returns a head's forward FLOPs per token that it predicts."""
-    hidden, width, is_plain = shape.hidden_size, shape.embedding_size, shape.heads == "plain"
+    hidden = shape.hidden_size
+    width = shape.embedding_size
+    is_plain = shape.heads == "plain"
     if kind == "logit" or (kind == "replaced_token" and is_plain):
         return 2 * hidden
     if kind == "replaced_token":
@@ -141,18 +146,23 @@ class _Published:
 
     def layer(self) -> int:
         """Returns a layer's forward FLOPs per token; the norm after attention counts 5 in total, as published."""
-        h, i, s, heads = self.h, self.i, self.s, self.heads
+        h = self.h
+        i = self.i
+        s = self.s
+        heads = self.heads
         attention = 6 * h * h + 3 * h + 2 * h * s + 10 * s * heads + 2 * h * s + 2 * h * h + h + 4 * h + h + 5
         return attention + 4 * h * i + 9 * i + h + 4 * h + h + 5 * h
 
     def embedding(self) -> int:
         """Returns the FLOPs of lookups as dense products, sum, norm, dropout and projection."""
-        e, h = self.e, self.h
+        e = self.e
+        h = self.h
         return 2 * e * self.v + 2 * e * (self.s + 2) + 11 * e + (2 * h * e + h if e != h else 0)
 
     def head(self, kind: str, token_fraction: float = PUBLISHED_PREDICTED) -> float:
         """Returns a head's FLOPs per input token; the published count has no single logit."""
-        h, e = self.h, self.e
+        h = self.h
+        e = self.e
         if kind == "masked_lm":
             return token_fraction * (2 * e * self.v + 2 * h * e + 14 * e + 7 * self.v)
         return 2 * h * h + 11 * h if kind == "replaced_token" else 2 * h
@@ -173,7 +183,8 @@ def published_training_flops(config: Config) -> float | None:
         return None
 
     def total(network: Network, num_steps: int) -> float:
-        shape, backward = network.shape, 1 if network.is_trained else 0
+        shape = network.shape
+        backward = 1 if network.is_trained else 0
         published = _Published(
             shape.hidden_size,
             shape.num_layers,

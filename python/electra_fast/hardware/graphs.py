@@ -143,7 +143,8 @@ def captured(stream: torch.cuda.Stream | None, pool: Any = None) -> Iterator[tor
     To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
     is collected before. Other threads may use the device.
     """
-    graph, was_enabled = torch.cuda.CUDAGraph(), gc.isenabled()
+    graph = torch.cuda.CUDAGraph()
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:

@@ -40,18 +40,23 @@ from electra_fast.ops.operations import Dropout, choice_key, feed_forward_kernel
 
 # A kernel's largest error may be this many times the reference's, plus roundings relative to the largest value: half
 # of the last place of its dtype, and those of fp32 sums over many tokens. On an H200 no kernel's error was above 1.0.
-ALLOWED, FP32_ROUNDING = 2.0, 2e-5
+ALLOWED = 2.0
+FP32_ROUNDING = 2e-5
 # Samples and comparisons may differ from fp32's where two candidates are nearly equal: as many times as often as the
 # reference's, plus this fraction.
 ALLOWED_DIFFERENT = 2e-3
-REFERENCE, CALLS, STEP = "reference", "calls", "step"
-GRAPH, BRANCHES = "graph", "branches"
+REFERENCE = "reference"
+CALLS = "calls"
+STEP = "step"
+GRAPH = "graph"
+BRANCHES = "branches"
 # Operations by attention backends; their fourth argument is the mask, their sixth the dropout.
 ATTENTION = ("self_attention", "disentangled_attention")
 # Follows the execution of a step that takes every operation's kernel, not what was chosen.
 BY_KERNELS = " by kernels"
 # Micro-batches of a whole step, by execution: enough to warm up and capture, then those that are timed.
-WARM_UP_STEPS, TIMED_STEPS = 5, 3
+WARM_UP_STEPS = 5
+TIMED_STEPS = 3
 # Executions of a step may differ by rounding, since flash attention sums in no fixed order.
 ALLOWED_LOSS_DIFFERENCE = 0.01
 
@@ -121,7 +126,9 @@ class Checker:
     """Answers a request; `tell` receives each attempt before it is made, and each record."""
 
     def __init__(self, request: Request, tell: Tell) -> None:
-        self.request, self.known, self._send = request, dict(request.known), tell
+        self.request = request
+        self.known = dict(request.known)
+        self._send = tell
         self.device = torch.device(request.device)
         self.calls: dict[str, int] = {}
         self.batch: Mapping[str, Tensor] = {}
@@ -148,7 +155,8 @@ class Checker:
                 if self.request.num_rows == 1 or not is_out_of_memory(error):
                     raise
                 # References need more than kernels.
-                self.request, self.calls = replace(self.request, num_rows=self.request.num_rows // 2), {}
+                self.request = replace(self.request, num_rows=self.request.num_rows // 2)
+                self.calls = {}
             _free_memory()
         for operation, calls in self.calls.items():
             self.tell(Record(operation, CALLS, calls=calls))
@@ -167,7 +175,8 @@ class Checker:
 
     def observe(self, model: Electra, seed_and_step: Tensor) -> None:
         """Passes the batch through the networks of all stages, by references, and checks what they call."""
-        request, key = self.request, RngKey(seed_and_step)
+        request = self.request
+        key = RngKey(seed_and_step)
         with observe(self._observe_attention if request.what == "attention" else self._observe), use_impl("reference"):
             for stage in objective_of(request.config).stages():
                 denominators = stage.objective.loss_denominators(self.batch)
@@ -243,7 +252,8 @@ class Checker:
     def _judge(self, record: Record, call: Call, truth: list[Tensor], eager: list[Tensor]) -> Record:
         is_repeatable = not record.operation.startswith(ATTENTION)
         try:
-            found, again = call.outcome(), call.outcome() if is_repeatable else None
+            found = call.outcome()
+            again = call.outcome() if is_repeatable else None
             error = excess(found, eager, truth)
             if not math.isfinite(error):
                 return replace(record, problem="it gives nan, infinity, or results of another shape")
@@ -278,7 +288,8 @@ class Checker:
             start = time.perf_counter()
             call.run()
             return 1e3 * (time.perf_counter() - start)
-        run, stream = call.run, torch.cuda.Stream(self.device)
+        run = call.run
+        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -306,7 +317,8 @@ class Checker:
         """Tells time and memory of whole steps of one micro-batch, by execution."""
         found: dict[str, dict[str, float]] = {}
         for execution in self.request.candidates:
-            has_branches, graph = execution == BRANCHES, self.known.get((STEP, GRAPH))
+            has_branches = execution == BRANCHES
+            graph = self.known.get((STEP, GRAPH))
             if (STEP, execution) in self.known or (has_branches and graph is not None and not graph.is_right):
                 continue
             self.tell((STEP, execution))
@@ -316,7 +328,8 @@ class Checker:
                 record, totals = self._step(execution)
             except Exception as error:
                 self._require_a_sound_device(error)
-                record, totals = Record(STEP, execution, problem=_reason(error)), {}
+                record = Record(STEP, execution, problem=_reason(error))
+                totals = {}
             # A branch that does not wait for what it reads would show in some bit.
             is_exact = has_branches and is_repeatable(self.request.compute.attention, self.request.config.model)
             expected = found[GRAPH] if is_exact and totals else next(iter(found.values()), {})
@@ -329,7 +342,8 @@ class Checker:
             self.tell(record)
 
     def _step(self, execution: str) -> tuple[Record, dict[str, float]]:
-        request, device = self.request, self.device
+        request = self.request
+        device = self.device
         one_batch = {"batch_size": request.num_rows, "accumulate": 1, "reduce": "fast", "sharding": "none"}
         config = request.config.override(one_batch).resolved()
         _free_memory()
@@ -365,7 +379,8 @@ class Call:
     @property
     def kernels(self) -> list[str]:
         """The kernels that the operation has for these arguments; none where it would run as its reference anyway."""
-        name, args = self.name, self.args
+        name = self.name
+        args = self.args
         if any(isinstance(each, Dropout) and not each.has_kernel for each in args):
             return []
         if name in ("attention", *ATTENTION):
@@ -428,8 +443,10 @@ def _spread(model: Electra) -> None:
 
 def random_batch(config: Config, num_rows: int) -> dict[str, Tensor]:
     """Returns rows of random tokens in two segments each, as `data.loader.to_torch`."""
-    generator, length = torch.Generator().manual_seed(0), config.data.sequence_length
-    num_slots, boundary = max(1, int(config.data.mask_prob * length)), length // 3
+    generator = torch.Generator().manual_seed(0)
+    length = config.data.sequence_length
+    num_slots = max(1, int(config.data.mask_prob * length))
+    boundary = length // 3
     position_BL = torch.arange(length).expand(num_rows, -1)
 
     def integers(high: int, *shape: int) -> Tensor:

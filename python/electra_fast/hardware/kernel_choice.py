@@ -56,7 +56,8 @@ FILE = "kernels.json"
 # Operations are checked on at most so many tokens, in at most half of the free memory.
 MAX_TOKENS = 1 << 17
 # Longest time without an answer, and for all answers: beyond it, what is not checked is not used.
-PATIENCE_SECONDS, MAX_SECONDS = 90.0, 300.0
+PATIENCE_SECONDS = 90.0
+MAX_SECONDS = 300.0
 _POLL_SECONDS = 0.5
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 # A reference, or branches, which take memory, must be faster by more than the noise of a measurement.
@@ -142,7 +143,8 @@ class KernelCheck:
                 )
                 return
             yield f"warning: the check of kernels ended early ({reason}): what it did not reach runs by references"
-        chosen, where = self.kernels, ", ".join(f"{self.identity[name]}" for name in ("card", "torch", "triton"))
+        chosen = self.kernels
+        where = ", ".join(f"{self.identity[name]}" for name in ("card", "torch", "triton"))
         names = {key: [name for name in self.of(key) if name != REFERENCE] for key in self.operations}
         by_reference = [key for key in names if chosen[key] == REFERENCE]
         slower = [key for key in by_reference if all(self.records[key, name].is_right for name in names[key])]
@@ -172,7 +174,8 @@ class KernelCheck:
                 return False
         except (OSError, ValueError, LookupError, TypeError):  # none, or of another version
             return False
-        self.records, self.answered = {(x.operation, x.implementation): x for x in records}, list(head["answered"])
+        self.records = {(x.operation, x.implementation): x for x in records}
+        self.answered = list(head["answered"])
         return True
 
     def lasting(self) -> KernelCheck:
@@ -241,7 +244,8 @@ class Checking:
     """
 
     def __init__(self, check: KernelCheck, config: Config, device: torch.device) -> None:
-        self.check, self.config = check, config
+        self.check = check
+        self.config = config
         self._device = f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" else "cpu"
         self._process: _Process | None = None
         self._end = time.monotonic() + MAX_SECONDS
@@ -267,7 +271,8 @@ class Checking:
         """Asks, and takes over the answer; returns False if the process was lost on the way and must be asked again."""
         if self._process is None:
             self._process = _Process()
-        process, attempt = self._process, None
+        process = self._process
+        attempt = None
         process.send(request)
         while True:
             left = max(0.0, self._end - time.monotonic())
@@ -400,7 +405,8 @@ def settle_kernels(
     cache = cache_folder() / f"{_digest(dict(check.identity))}.json"
     if not (folder and check.read(folder / FILE)) and not is_fresh:
         check.read(cache)
-    known, start = list(check.answered), time.perf_counter()
+    known = list(check.answered)
+    start = time.perf_counter()
     with contextlib.closing(Checking(check, config, device)) as checking:
         config = _settle_attention(checking, device, has_kernels=not missing)
         compute = choose_compute(config, device)
@@ -449,10 +455,12 @@ def expected_seconds(config: Config, device: torch.device, folder: Path) -> floa
 
     None if it was not timed: with several ranks, exact sums, shards, or kernels that were not checked.
     """
-    check, train = KernelCheck(identity_of(config, device)), config.train
+    check = KernelCheck(identity_of(config, device))
+    train = config.train
     if not train.kernels.startswith(AUTO) or train.reduce == "exact" or not check.read(folder / FILE):
         return None
-    steps, names = check.of(STEP), (train.execution, train.execution + BY_KERNELS)
+    steps = check.of(STEP)
+    names = (train.execution, train.execution + BY_KERNELS)
     times = [steps[name].milliseconds for name in names if name in steps and steps[name].is_right]
     return min(filter(None, times), default=0.0) * train.num_micro_batches / 1e3 or None
 
@@ -472,7 +480,8 @@ def _of_encoder(shape: ModelConfig, compute: ComputeConfig, length: int, num_row
 
 def _settle_attention(checking: Checking, device: torch.device, *, has_kernels: bool) -> Config:
     """Returns the configuration with the attention backend to use."""
-    config, requested = checking.config, checking.config.model.attention
+    config = checking.config
+    requested = checking.config.model.attention
     backends = available_attention(config, device) if requested == AUTO else [requested]
     backends = backends if has_kernels else _without_kernels(backends)
     # The reference of every backend.

@@ -83,7 +83,9 @@ class StepMemory:
     """
 
     def __init__(self, config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1) -> None:
-        self._config, self._device, self._world_size = config, device, world_size
+        self._config = config
+        self._device = device
+        self._world_size = world_size
         alike = BACKENDS[compute.attention].alike
         if alike and config.model.architecture == "deberta":
             alike = "sdpa"  # which saves about as much: scores of all pairs of tokens, not of tokens and positions
@@ -113,7 +115,8 @@ class StepMemory:
         return max(self._forward(num_rows, stage) for stage in objective_of(self._config).stages())
 
     def _forward(self, num_rows: int, stage: Stage) -> tuple[int, int]:
-        model, found = self._model.train().requires_grad_(True), []
+        model = self._model.train().requires_grad_(True)
+        found = []
         for name in stage.frozen:
             model.get_submodule(name).eval().requires_grad_(False)
         with self._mode, use_compute(self._compute):
@@ -132,7 +135,8 @@ class StepMemory:
 
     def _batch(self, num_rows: int) -> dict[str, Tensor]:
         """Returns the tensors of `data.loader.to_torch`, without values."""
-        data, int32 = self._config.data, torch.int32
+        data = self._config.data
+        int32 = torch.int32
         shape_BL = (num_rows, data.sequence_length)
         shape_BM = (num_rows, max(1, round(data.mask_prob * data.sequence_length)))
         return {
@@ -154,7 +158,8 @@ class StepMemory:
 
     def parts(self, num_rows: int) -> dict[str, int]:
         saved, working = self.forward(num_rows)
-        own, train = self._num_parameters(), self._config.train
+        own = self._num_parameters()
+        train = self._config.train
         # Whole at once, beside those that this rank updates; or gradients that are there twice: in the buffer of ranks
         # and groups, or as the last eager step left them, beside the pool of a graph.
         gathered = self._num_gathered() if train.sharding == "full" else 0
@@ -220,7 +225,8 @@ def choose_accumulate(
     train = config.train
     if device.type != "cuda":
         return train.num_micro_batches, ""
-    memory, free = StepMemory(config, compute, device, world_size), free_bytes(device)
+    memory = StepMemory(config, compute, device, world_size)
+    free = free_bytes(device)
     accumulate, num_rows, does_fit = memory.fewest_micro_batches(free)
     needed = f"{memory.step(num_rows) / _GIB:.3g}"
     if not does_fit:

@@ -68,7 +68,8 @@ def settle_hardware(
     `asked` has the recorded values, `kept` the hardware keys given as `auto` that have the value recorded in the run.
     Other arguments are those of `settle_kernels`.
     """
-    config, lines = _without_impossible(asked, device, kept), []
+    config = _without_impossible(asked, device, kept)
+    lines = []
     if choose_matmul(config.train.matmul, device) == AUTO:
         products = measure_products(config)
         config = config.override({"train.matmul": products.fastest})
@@ -271,7 +272,8 @@ def _num_rows(config: Config, num_processes: int) -> int:
 
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
     loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
-    batch, stage = to_torch(next(loader)), max(objective_of(config).stages(), key=lambda each: each.num_steps)
+    batch = to_torch(next(loader))
+    stage = max(objective_of(config).stages(), key=lambda each: each.num_steps)
     model = Electra(config).train()
     for name in stage.frozen:
         model.get_submodule(name).requires_grad_(False)

@@ -81,7 +81,8 @@ def kind_of(source: Path) -> str:
     if (stored := checkpoint_of(source)) is None:
         roles: Collection[str] = folders_of(source)
     else:
-        state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
+        state = checkpoint_folder.read_state(stored)
+        config = Config.load(stored / "config.toml")
         if state.step < config.train.steps and source != stored:
             raise InputError(
                 f"{source}: at step {state.step:,} of {config.train.steps:,}; finish it with `electra-fast pretrain`, "
@@ -199,7 +200,8 @@ def _config(main: _Network, small: _Network | None, what: str, objective: str, t
     changes: dict[str, Scalar] = {"generator.fraction": num_heads / shape.num_heads}
     if small is not None:
         for key in ("num_layers", "embedding_size"):
-            own, other = getattr(small.shape, key), getattr(shape, key)
+            own = getattr(small.shape, key)
+            other = getattr(shape, key)
             changes[f"generator.{key}"] = 0 if own == other else own
     model = asdict(shape) | {"tying": tying, "attention": AUTO}
     changes |= {f"model.{key}": value for key, value in model.items()}

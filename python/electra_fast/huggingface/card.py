@@ -106,7 +106,8 @@ def _fields(config: Config, role: str, headless: bool) -> dict[str, Any]:
 
 
 def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: Origin) -> Iterator[str]:
-    shape, length = role_shape(config, role), config.data.sequence_length
+    shape = role_shape(config, role)
+    length = config.data.sequence_length
     encoder, whole = num_parameters
     yield f"- {encoder:,} parameters" + (f" in `AutoModel`, {whole:,} with the head" if whole > encoder else "")
     yield f"- {shape.num_layers} layers of width {shape.hidden_size}, {shape.num_heads} attention heads"
@@ -121,7 +122,9 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     if not origin.steps:
         yield "Exported from Hugging Face folders, whose own cards describe the training."
         return
-    data, optimizer, train = config.data, config.optimizer, config.train
+    data = config.data
+    optimizer = config.optimizer
+    train = config.train
     rows = f"{train.batch_size:,} rows of {data.sequence_length} tokens"
     yield f"- objective `{config.objective.name}`, {origin.steps:,} of {origin.num_steps:,} steps of {rows}"
     if origin.steps < origin.num_steps:

@@ -87,7 +87,8 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
     },
 }
 _EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps", "deberta": "layer_norm_eps"}
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL = "full_attention"
+_LOCAL = "sliding_attention"
 _UNBOUNDED = 1 << 20  # tokens: the window of a global layer that config.json calls local
 # Fixed settings of our encoders; `settings` has what is accepted.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -266,7 +267,8 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
 
     The embeddings of `modernbert` are as wide as its layers, even if a projection was multiplied into them.
     """
-    path, architecture = folder / "config.json", MODEL_TYPES[table["model_type"]]
+    path = folder / "config.json"
+    architecture = MODEL_TYPES[table["model_type"]]
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
     eps = table.get(_EPS_KEY[architecture], NORM_EPS[architecture])
     if eps == 0:  # in our configuration, the default

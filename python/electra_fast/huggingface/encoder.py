@@ -47,7 +47,8 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    source, trained_length = Path(source), None
+    source = Path(source)
+    trained_length = None
     stored = checkpoint_of(source)
     if stored is None and is_folder(source):
         shape, state = _read_folder(source, role)
@@ -63,7 +64,8 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
                 f"{copy}: no longer the encoder of {folder}, so one was trained since the export; name the one you mean"
             )
     else:
-        (shape, state), about = _read_checkpoint(stored, role), origin(source)
+        shape, state = _read_checkpoint(stored, role)
+        about = origin(source)
         if shape.architecture == "bert" and not about.token_type_1_trained:
             state["embeddings.token_type"] = state["embeddings.token_type"][:1].repeat(2, 1)
         if about.steps and not about.imported:

@@ -111,12 +111,14 @@ def export(
     Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
     the outputs of an ONNX file are wrong; OSError if an upload fails, with the local folder that has the export then.
     """
-    source, target = Path(run), location(out)
+    source = Path(run)
+    target = location(out)
     if onnx:
         require_packages()
     about = metadata(_listed(language), license, _listed(dataset), base_model)
     if isinstance(target, str):
-        is_free, names = _is_free_in_store(target), [name for name, _ in list_objects(target)]
+        is_free = _is_free_in_store(target)
+        names = [name for name, _ in list_objects(target)]
     else:
         is_free = _is_empty(target) or _is_export(target)
         names = [path.relative_to(target).as_posix() for path in target.glob("*/*")]
@@ -212,7 +214,8 @@ def import_(
 
     Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
     """
-    source, out = Path(model), Path(out)
+    source = Path(model)
+    out = Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
     if vocab is not None:
@@ -225,7 +228,8 @@ def import_(
     electra.config = electra.config.override({"train.out": str(out)})
     tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
     if vocab is not None:
-        electra, tokenizer = with_vocabulary(electra, tokenizer, Path(vocab)), Path(vocab)
+        electra = with_vocabulary(electra, tokenizer, Path(vocab))
+        tokenizer = Path(vocab)
     _write_folder(out, partial(write_run, source=source, electra=electra, tokenizer=tokenizer))
     return ImportResult(out, list(electra.networks))
 
@@ -273,7 +277,8 @@ def _token_types(model: Electra) -> Iterator[Tensor]:
 
 
 def _check_finished(source: Path, source_origin: Origin) -> None:
-    step, num_steps = source_origin.steps, source_origin.num_steps
+    step = source_origin.steps
+    num_steps = source_origin.num_steps
     if step < num_steps and (step or not source_origin.imported):  # an untrained import counts as finished
         raise InputError(
             f"{source}: at step {step:,} of {num_steps:,}; finish it with `electra-fast pretrain`, or export it "

@@ -74,7 +74,8 @@ def write_model(
     headless: bool = False,
 ) -> None:
     """Writes config.json and model.safetensors of one role, or of its encoder alone, to an existing folder."""
-    shape, state = role_shape(model.config, role), model.folded()
+    shape = role_shape(model.config, role)
+    state = model.folded()
     if headless:
         tensors = weights.without_prefix(weights.encoder_to_hf(state, shape, *PARTS[role][:2]), shape.architecture)
     else:
@@ -179,7 +180,8 @@ def read_weights(folder: Path, role: str | None = None) -> Tensors:
     They are in model.safetensors or pytorch_model.bin, or in the files that the index of one of them names. Raises
     FileNotFoundError, or ValueError naming the file.
     """
-    table, file = read_table(folder, role), weights_file(folder, role)
+    table = read_table(folder, role)
+    file = weights_file(folder, role)
     tensors = read_tensor_file(file)
     try:
         if ORIGINAL_KEY in table:
@@ -193,8 +195,11 @@ def read_weights(folder: Path, role: str | None = None) -> Tensors:
 
 def _check_tables(folder: _Folder) -> None:
     """Checks the input table's shape, and that an output table that is not separate equals the input table."""
-    shape, tensors, architecture = folder.shape, folder.tensors, folder.shape.architecture
-    table, output = INPUT_TABLE[architecture], OUTPUT_TABLE[architecture]
+    shape = folder.shape
+    tensors = folder.tensors
+    architecture = folder.shape.architecture
+    table = INPUT_TABLE[architecture]
+    output = OUTPUT_TABLE[architecture]
     width = shape.hidden_size if architecture == "modernbert" else shape.embedding_size
     multiplied = folder.role != "discriminator" and is_multiplied(shape)
     try:
@@ -255,7 +260,8 @@ def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
 def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelConfig) -> None:
     """Raises ValueError naming the generator's `path` for a setting that must be that of the other `role`."""
     for name in _AGREEING:
-        found, expected = getattr(generator, name), getattr(shape, name)
+        found = getattr(generator, name)
+        expected = getattr(shape, name)
         if found != expected:
             raise InputError(f"{path}: {name} = {found!r}, but the {role}'s is {expected!r}; the two must agree")
 
@@ -306,7 +312,8 @@ def _shape_without_dropout(folder: _Folder) -> ModelConfig:
 def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     """Returns the folder's own configuration, or else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
-    shape, small = main.shape, folders.get("generator", main).shape
+    shape = main.shape
+    small = folders.get("generator", main).shape
     own = own_config(main.config_file, main.table)
     base = own or preset_of_size(shape)
     # The configuration's objective, unless it trains networks that the folders lack.

@@ -157,7 +157,8 @@ class Tensors(dict[str, "Tensor"]):
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         super().__init__()
-        self._names, prefix = names, next(iter(names))
+        self._names = names
+        prefix = next(iter(names))
         self._prefix = "" if any(name.startswith(prefix) for name in tensors) else prefix
         self._originals: dict[str, str] = {}
         self._others: dict[str, str] = {}
@@ -200,7 +201,8 @@ def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[st
     """
     import torch  # config.json is read without it
 
-    config, width = original(table), table["hidden_size"]
+    config = original(table)
+    width = table["hidden_size"]
     kind = TRANSLATED[config["model_type"]]
     found = Tensors(tensors, kind.names)
     if kind.has_offset:

@@ -30,7 +30,8 @@ MAX_ERROR = 3e-5
 _PACKAGES = ("transformers", "onnx", "onnxscript", "onnxruntime")
 _EXPORTED_SHAPE = (2, 16)
 _OPSET = 20  # the first with Gelu
-_TIMED_LENGTH, _TIMED_RUNS = 128, 10
+_TIMED_LENGTH = 128
+_TIMED_RUNS = 10
 
 
 def require_packages() -> None:
@@ -50,8 +51,10 @@ def write_onnx(folder: Path, output: str) -> str:
     """
     import onnxruntime
 
-    table, path = read_table(folder), folder / ONNX_FILE
-    shape, names = read_encoder_shape(folder, table), INPUT_NAMES[MODEL_TYPES[table["model_type"]]]
+    table = read_table(folder)
+    path = folder / ONNX_FILE
+    shape = read_encoder_shape(folder, table)
+    names = INPUT_NAMES[MODEL_TYPES[table["model_type"]]]
     with quiet():
         model = NamedOutputs(_load(folder, table, output), names, [output])
         write_graph(model, path, shape)
@@ -71,9 +74,11 @@ def write_onnx(folder: Path, output: str) -> str:
         inputs = random_inputs(names, shape.vocab_size, len(lengths), max(lengths))
         is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         inputs[names.index("attention_mask")].copy_(is_token)
-        (expected,), found = model(*inputs), torch.from_numpy(run(*inputs))
+        (expected,) = model(*inputs)
+        found = torch.from_numpy(run(*inputs))
         if expected.shape[:2] == is_token.shape:  # else one row per example, of a fine-tuned classifier
-            expected, found = expected[is_token], found[is_token]
+            expected = expected[is_token]
+            found = found[is_token]
         error = max(error, float((found - expected).abs().max() / expected.abs().max()))
     if not error <= MAX_ERROR:
         path.unlink()
@@ -96,7 +101,9 @@ class NamedOutputs(nn.Module):
 
     def __init__(self, model: nn.Module, names: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.names, self.outputs = model, names, outputs
+        self.model = model
+        self.names = names
+        self.outputs = outputs
         self.eval()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -167,7 +174,8 @@ def _milliseconds(call: Callable[[], object]) -> float:
 def quiet() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
-    had_bar, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    disabled = logging.root.manager.disable
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:

@@ -44,7 +44,8 @@ def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSett
     if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
     pooling: Pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
-    own, whole = folder / "sentence_bert_config.json", read_optional(folder / "config_sentence_transformers.json")
+    own = folder / "sentence_bert_config.json"
+    whole = read_optional(folder / "config_sentence_transformers.json")
     return SentenceSettings(
         read_length(own, "max_seq_length") or max_length,
         pooling,

@@ -146,7 +146,8 @@ def origin(source: Path) -> Origin:
     stored = checkpoint_of(source)
     if stored is None:
         return Origin(token_type_1_trained=any(map(token_type_1_trained, _folders(source))))
-    state, config = checkpoint_folder.read_state(stored), Config.load(stored / "config.toml")
+    state = checkpoint_folder.read_state(stored)
+    config = Config.load(stored / "config.toml")
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(
         # Only packing `examples` makes rows of two segments; the state remembers earlier packings.

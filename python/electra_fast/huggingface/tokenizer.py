@@ -41,7 +41,8 @@ def copy_tokenizer(
     """
     tokenizer = Tokenizer(source)
     rules = json.loads(tokenizer.to_json())
-    special, template = tokenizer.special_tokens, tokenizer.pair_template
+    special = tokenizer.special_tokens
+    template = tokenizer.pair_template
     splits = (settings or {}).get("split_special_tokens")
     others = [
         each for each in rules["added_tokens"] if splits and each["special"] and each["id"] not in special.values()
@@ -92,7 +93,8 @@ def run_tokenizer(run: Path) -> Path:
 
 def check_vocabulary(folder: Path, corpus: Corpus) -> None:
     """Raises ValueError unless the tokenizer in `folder` has the vocabulary and rules of the corpus's own."""
-    model_tokenizer, corpus_tokenizer = Tokenizer(folder), Tokenizer.of(corpus)
+    model_tokenizer = Tokenizer(folder)
+    corpus_tokenizer = Tokenizer.of(corpus)
     if model_tokenizer.content_hash != corpus_tokenizer.content_hash:
         raise InputError(
             f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}: "

@@ -35,7 +35,8 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
 
     Raises FileNotFoundError, or ValueError naming the file and what it lacks.
     """
-    before, after = Tokenizer(old), Tokenizer(new)
+    before = Tokenizer(old)
+    after = Tokenizer(new)
     if after.content_hash == before.content_hash:
         say(f"vocabulary: {after.path} is that of {before.path}; nothing changes")
         return model
@@ -47,7 +48,8 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
             is_table = name.partition(".")[2] in ("token", "bias")  # of embeddings, and of heads that predict tokens
             table = theirs[name][: before.vocab_size]
             parameter.copy_(_rows(table, sources) if is_table else theirs[name])
-    num_kept, num_lost = sum(len(ids) == 1 for ids in sources), sources.count([])
+    num_kept = sum(len(ids) == 1 for ids in sources)
+    num_lost = sources.count([])
     begins = {"the mean of several": len(sources) - num_kept - num_lost, "the mean of all": num_lost}
     parts = [f"{num_kept:,} keep a row", *(f"{number:,} begin as {what}" for what, number in begins.items() if number)]
     sizes = [sum(each.numel() for each in network.parameters()) for network in (model, changed)]
@@ -64,7 +66,8 @@ def _rows(table: Tensor, sources: list[list[int]]) -> Tensor:
 
     A single row is copied bitwise.
     """
-    means, everything = table.new_empty(len(sources), *table.shape[1:]), table.mean(dim=0)
+    means = table.new_empty(len(sources), *table.shape[1:])
+    everything = table.mean(dim=0)
     for number, ids in enumerate(sources):
         means[number] = table[ids[0]] if len(ids) == 1 else table[ids].mean(dim=0) if ids else everything
     return means
@@ -72,8 +75,10 @@ def _rows(table: Tensor, sources: list[list[int]]) -> Tensor:
 
 def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
     """Returns the old ids whose rows make each new entry."""
-    old, new = _Vocabulary(before), _Vocabulary(after)
-    has_same_marks, has_same_text = old.marks == new.marks, old.rules["normalizer"] == new.rules["normalizer"]
+    old = _Vocabulary(before)
+    new = _Vocabulary(after)
+    has_same_marks = old.marks == new.marks
+    has_same_text = old.rules["normalizer"] == new.rules["normalizer"]
     sources: list[list[int]] = [[] for _ in range(after.vocab_size)]
     asked = []
     for number, key in new.keys.items():
@@ -98,12 +103,17 @@ class _Vocabulary:
     """The entries of a tokenizer, by name, id and key."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.rules = tokenizer, json.loads(tokenizer.to_json())
-        entries, added = Entries(self.rules), {each["id"]: each["content"] for each in self.rules["added_tokens"]}
-        self.names, self.added = entries.names | added, added.keys()
+        self.tokenizer = tokenizer
+        self.rules = json.loads(tokenizer.to_json())
+        entries = Entries(self.rules)
+        added = {each["id"]: each["content"] for each in self.rules["added_tokens"]}
+        self.names = entries.names | added
+        self.added = added.keys()
         self.ids = {name: number for number, name in self.names.items()}
         parts = [self.rules[part] for part in ("normalizer", "pre_tokenizer", "decoder")]
-        self.prefix, self.suffix, self.is_byte_level = entries.prefix, entries.suffix, entries.is_byte_level
+        self.prefix = entries.prefix
+        self.suffix = entries.suffix
+        self.is_byte_level = entries.is_byte_level
         self.is_sentence_piece = not self.is_byte_level and f'"{_SPACE}"' in json.dumps(parts, ensure_ascii=False)
         self.marks = (self.is_byte_level, self.is_sentence_piece, self.prefix, self.suffix)
         self.keys = {number: self._key(number) for number in self.names}

@@ -126,7 +126,8 @@ def _deberta_encoder_pairs(shape: ModelConfig, embeddings: str, encoder: str) ->
 
 def _post_norm_layers(shape: ModelConfig, encoder: str, prefix: str, projections: tuple[str, ...]) -> Iterator[Pair]:
     for i in range(shape.num_layers):
-        layer, hf_layer = f"{encoder}.layers.{i}", f"{prefix}encoder.layer.{i}"
+        layer = f"{encoder}.layers.{i}"
+        hf_layer = f"{prefix}encoder.layer.{i}"
         for kind in ("weight", "bias"):
             yield f"{layer}.qkv.{kind}", tuple(f"{hf_layer}.attention.self.{name}.{kind}" for name in projections)
             for part, hf_part in _BERT_LAYER.items():
@@ -277,7 +278,8 @@ def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
     factor_EK = vectors_KK.flip(1)[:, :width].T
     # Projections are initialized with variance 1 / (3 E); entries of singular vectors have 1 / K.
     scale = (num_columns / (3 * width)) ** 0.5
-    table_VE, factor_EK = product_VK @ factor_EK.T / scale, factor_EK * scale
+    table_VE = product_VK @ factor_EK.T / scale
+    factor_EK = factor_EK * scale
     missing = width - factor_EK.shape[0]
     if missing > 0:  # E > K: table columns that contribute nothing yet
         random = torch.Generator().manual_seed(0)

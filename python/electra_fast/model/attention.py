@@ -18,7 +18,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 FLEX_BLOCK = 128
 # What scaled_dot_product_attention may choose from on CUDA.
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# Limits of `short`.
-MAX_SHORT_ROW, MAX_SHORT_HEAD = 512, 64
+MAX_SHORT_ROW = 512
+MAX_SHORT_HEAD = 64
 # Architectures for which the kernels of `short` compile without spilling a large part of their tiles.
 _WITH_SHORT = ("Ampere", "Ada", "Hopper", "Blackwell", "consumer Blackwell", "gfx942")
 # The longest row for which they have run, on Hopper.
@@ -112,7 +112,8 @@ class AttentionMask:
         mask = cls(num_rows, length, dense_B1LL=dense_B1LL)
         if not local_attention:
             return mask
-        window, device = local_attention // 2, dense_B1LL.device
+        window = local_attention // 2
+        device = dense_B1LL.device
         # Padding attends to itself: it may be far from all other tokens, and softmax over nothing is NaN.
         local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
@@ -129,9 +130,10 @@ class AttentionMask:
 
     def segments(self, dtype: torch.dtype) -> SegmentLayout:
         """The segments by length; made once for all layers."""
-        ids_BL, cu_seqlens, window = self.segment_ids_BL, self.cu_seqlens, self.window
+        ids_BL = self.segment_ids_BL
+        cu_seqlens = self.cu_seqlens
         assert ids_BL is not None and cu_seqlens is not None
-        return self._made(f"_segments {dtype}", lambda: segment_layout(ids_BL, cu_seqlens, window, dtype))
+        return self._made(f"_segments {dtype}", lambda: segment_layout(ids_BL, cu_seqlens, self.window, dtype))
 
     @property
     def longest(self) -> int:
@@ -142,8 +144,7 @@ class AttentionMask:
     def _made(self, name: str, make: Callable[[], T]) -> T:
         if name not in self.__dict__:
             self.__dict__[name] = make()
-        found: T = self.__dict__[name]
-        return found
+        return cast(T, self.__dict__[name])
 
 
 def _dense(segment_ids_BL: Tensor, window: int | None) -> Tensor:
@@ -190,12 +191,11 @@ def self_attention(
     """
     if mask.backend == "short":
         cos_TH, sin_TH = (None, None) if rotary is None else (angle.squeeze(1) for angle in rotary)
-        qkv_TX, ids_BL = linear(x_TD, qkv_weight_XD), mask.segment_ids_BL
+        ids_BL = mask.segment_ids_BL
         assert ids_BL is not None
-        arguments = (qkv_TX, qkv_bias_X, ids_BL, cos_TH, sin_TH, num_heads, mask.window)
+        arguments = (linear(x_TD, qkv_weight_XD), qkv_bias_X, ids_BL, cos_TH, sin_TH, num_heads, mask.window)
         if dropout.has_kernel and uses_kernels(x_TD, "self_attention"):
-            out_TD: Tensor = kernels().short_attention(*arguments, *dropout.arguments)[0]
-            return out_TD
+            return cast(Tensor, kernels().short_attention(*arguments, *dropout.arguments)[0])
         return short_attention_reference(*arguments, dropout)
     is_on_cpu = mask.backend == "sdpa" and uses_cpu_ops(x_TD)
     if is_on_cpu and (dropout.probability > 0 or mask.longest <= cpu_ops.MAX_ROW):
@@ -276,7 +276,8 @@ def short_attention_reference(
 
     With a key, dropout draws one mask [T, N*L] for the weights: query tokens by heads and keys of their rows.
     """
-    (num_rows, length), num_tokens = segment_ids_BL.shape, qkv_TX.shape[0]
+    num_rows, length = segment_ids_BL.shape
+    num_tokens = qkv_TX.shape[0]
     if bias_X is not None:
         qkv_TX = qkv_TX + bias_X.to(qkv_TX.dtype)
     q, k, v = qkv_TX.view(num_tokens, 3, num_heads, -1).unbind(1)
@@ -352,9 +353,9 @@ def _varlen_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) 
 def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
     """Flash attention by name: torch's `varlen_attn` prefers cuDNN, which before 9.25 gives NaN at empty segments."""
     # The row length bounds every segment; the batch's longest segment would have to be read from the device.
-    cu_seqlens, max_seqlen = mask.cu_seqlens, mask.length
+    offsets = mask.cu_seqlens
     out = torch.ops.aten._flash_attention_forward(
-        *(q_TNH, k_TNH, v_TNH, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout, False, False),
+        *(q_TNH, k_TNH, v_TNH, offsets, offsets, mask.length, mask.length, dropout, False, False),
         window_size_left=mask.window,
         window_size_right=mask.window,
     )[0]

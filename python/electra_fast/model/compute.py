@@ -81,7 +81,8 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
     fp32 and the library the default. A run has both resolved before (`hardware.settings`). Raises ValueError if the
     attention backend or the library cannot run.
     """
-    train, row_length = config.train, config.data.sequence_length
+    train = config.train
+    row_length = config.data.sequence_length
     return resolve_compute(config.model, device, train.precision, train.matmul, config.model.attention, row_length)
 
 

@@ -43,7 +43,8 @@ class RelativePositions:
     @classmethod
     def of(cls, table_SD: Tensor, max_positions: int, length: int, position_ids_T: Tensor) -> Self:
         """Takes what rows of `length` tokens need from the whole table."""
-        num_buckets, first_row = len(table_SD) // 2, 0
+        num_buckets = len(table_SD) // 2
+        first_row = 0
         if length - 1 <= num_buckets // 2:  # each distance is its own bucket
             first_row = num_buckets - (length - 1)
             table_SD = table_SD[first_row : num_buckets + length]
@@ -51,7 +52,8 @@ class RelativePositions:
 
     def rows(self, distance: Tensor) -> Tensor:
         """The rows of `table_SD` for distances i - j, computed as in the published code; int64."""
-        middle, size = self.num_buckets // 2, distance.abs()
+        middle = self.num_buckets // 2
+        size = distance.abs()
         width = torch.log(torch.tensor((self.max_positions - 1) / middle))  # on the CPU: a constant of captured graphs
         bucket = torch.ceil(torch.log(size.clamp(min=middle) / middle) / width * (middle - 1)) + middle
         bucket = torch.where(size <= middle, distance, bucket * distance.sign()).long()
@@ -121,7 +123,8 @@ def _flex(
     scale: float,
 ) -> Tensor:
     """Scores of positions are looked up where a tile of scores is computed; their gradients add in no fixed order."""
-    rows_J, center = relative.rows(torch.arange(1 - mask.length, mask.length, device=q.device)), mask.length - 1
+    rows_J = relative.rows(torch.arange(1 - mask.length, mask.length, device=q.device))
+    center = mask.length - 1
 
     def score(content: Tensor, row: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         r = rows_J[i - j + center]
@@ -141,7 +144,8 @@ def disentangled_query_attention(
     dropout: Dropout,
 ) -> Tensor:
     """`disentangled_attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
-    num_heads, positions_T = q_nNH.shape[1], relative.position_ids_T
+    num_heads = q_nNH.shape[1]
+    positions_T = relative.position_ids_T
     rows_nT = relative.rows(positions_T[queries.index_n][:, None] - positions_T)
     query_NHS, key_NHS = positions_SY.view(len(positions_SY), 2, num_heads, -1).permute(1, 2, 3, 0)
     scores_NnT = q_nNH.transpose(0, 1) @ k_TNH.permute(1, 2, 0)
@@ -157,7 +161,8 @@ def disentangled_attention_reference(
     """`disentangled_attention` written out, one segment and head after another: the specification of every backend."""
     q_TNH, k_TNH, v_TNH = qkv_TX.view(len(qkv_TX), 3, num_heads, -1).unbind(1)
     query_SNH, key_SNH = positions_SY.view(len(positions_SY), 2, num_heads, -1).unbind(1)
-    out_TNH, offsets = torch.zeros_like(q_TNH), cu_seqlens.tolist()
+    out_TNH = torch.zeros_like(q_TNH)
+    offsets = cu_seqlens.tolist()
     for start, end in zip(offsets, offsets[1:], strict=False):
         index_L = torch.arange(end - start)
         rows_LL = relative.rows(index_L[:, None] - index_L)

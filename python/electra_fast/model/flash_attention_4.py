@@ -20,7 +20,9 @@ from electra_fast.card import Card
 
 # The release whose interface was read: strides other than the last are free, if multiples of 16 bytes; out, logsumexp
 # and more are returned; no dropout; a fixed order of sums on these architectures, up to this head dimension.
-RELEASE, ARCHITECTURES, MAX_HEAD_DIM = "4.0.0b36", ("Hopper", "Blackwell"), 128
+RELEASE = "4.0.0b36"
+ARCHITECTURES = ("Hopper", "Blackwell")
+MAX_HEAD_DIM = 128
 
 
 def missing(card: Card, head_dim: int) -> str | None:
@@ -42,7 +44,8 @@ def failure() -> str | None:
     try:
         from flash_attn.cute import interface
 
-        segments, gradients = _segments(None, 0, None), dict.fromkeys(("dq", "dk", "dv"))
+        segments = _segments(None, 0, None)
+        gradients = dict.fromkeys(("dq", "dk", "dv"))
         inspect.signature(interface._flash_attn_fwd).bind(*"qkv", **segments, return_lse=True)
         arguments = (*"qkv", "out", "dout", "lse")
         inspect.signature(interface._flash_attn_bwd).bind(*arguments, **segments, deterministic=True, **gradients)
@@ -84,7 +87,8 @@ class _FlashAttention4(torch.autograd.Function):
     def forward(ctx: Any, cu_seqlens: Tensor, length: int, window: int | None, *qkv: Tensor) -> Tensor:
         from flash_attn.cute.interface import _flash_attn_fwd  # imported here: an optional extra
 
-        ctx.length, ctx.window = length, window
+        ctx.length = length
+        ctx.window = window
         segments = _segments(cu_seqlens, length, window)
         out_TNH, lse_NT = _flash_attn_fwd(*_separate(qkv), **segments, return_lse=True)[:2]
         ctx.save_for_backward(cu_seqlens, out_TNH, lse_NT, *qkv)

@@ -25,8 +25,11 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        is_plain, is_modern = config.heads == "plain", config.architecture == "modernbert"
-        hidden, embedding, bias_V = config.hidden_size, config.embedding_size, torch.zeros(config.vocab_size)
+        is_plain = config.heads == "plain"
+        is_modern = config.architecture == "modernbert"
+        hidden = config.hidden_size
+        embedding = config.embedding_size
+        bias_V = torch.zeros(config.vocab_size)
         inner = hidden if is_plain or is_modern else embedding
         self.dense = None if is_plain else Linear(hidden, inner, bias=not is_modern)
         self.norm = None if is_plain else Norm(inner, config)
@@ -83,13 +86,15 @@ class DiscriminatorHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.architecture, modern = config.architecture, config.architecture == "modernbert"
+        self.architecture = config.architecture
+        modern = config.architecture == "modernbert"
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=not modern)
         self.norm = None if config.architecture == "bert" else Norm(config.hidden_size, config)
         self.classifier = Linear(config.hidden_size, 1)
 
     def forward(self, x_TD: Tensor, position_ids_T: Tensor) -> Tensor:
-        dense, classifier = self.dense, self.classifier
+        dense = self.dense
+        classifier = self.classifier
         if self.norm is not None and self.architecture == "deberta":
             first_T = torch.arange(len(x_TD), device=x_TD.device) - position_ids_T
             # In fp32, since its gradient is a sum over all tokens of a segment.

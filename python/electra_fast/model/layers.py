@@ -21,7 +21,8 @@ from electra_fast.ops.fused import SublayerWeights
 from electra_fast.ops.operations import Dropout, linear
 
 # Added for the dropout of attention weights, and of a layer's relative positions.
-ATTENTION_CALL, _POSITIONS_CALL = 1 << 14, 1 << 13
+ATTENTION_CALL = 1 << 14
+_POSITIONS_CALL = 1 << 13
 
 
 class Norm(nn.Module):
@@ -97,7 +98,8 @@ class Embeddings(nn.Module):
         sparse = self.has_sparse_gradient and 4 * len(input_ids_T) < len(self.token)
         if self.architecture != "bert":
             return ops.gather_rows(self.table, input_ids_T, sparse=sparse).to(dtype)
-        ids, tables = (input_ids_T, position_ids_T, token_type_ids_T), (self.table, self.position, self.token_type)
+        ids = (input_ids_T, position_ids_T, token_type_ids_T)
+        tables = (self.table, self.position, self.token_type)
         norm = self.norm
         assert norm.bias is not None
         return ops.embedding_norm(ids, tables, norm.weight, norm.bias, norm.eps, dtype, dropout, sparse=sparse)
@@ -127,7 +129,8 @@ class BertLayer(nn.Module):
         queries: Queries | None = None,
         slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        attention_dropout, norm = _attention_dropout(self, dropout), self.attention_norm
+        attention_dropout = _attention_dropout(self, dropout)
+        norm = self.attention_norm
         if slots is not None:
             arguments = (self.qkv.weight, self.qkv.bias, mask, self.num_heads, attention_dropout)
             mixed_MD, x_TD = (ops.slot_states(x, *slots) for x in (self_attention(x_TD, *arguments), x_TD))
@@ -163,7 +166,8 @@ class DebertaLayer(BertLayer):
         queries: Queries | None = None,
         query_states_TD: Tensor | None = None,
     ) -> Tensor:
-        attention_dropout, width = _attention_dropout(self, dropout), x_TD.shape[1]
+        attention_dropout = _attention_dropout(self, dropout)
+        width = x_TD.shape[1]
         assert self.qkv.bias is not None
         # The same in all micro-batches of a step.
         key = None if dropout.key is None else torch.cat((dropout.key[:2], dropout.key[:1] * 0))
@@ -175,7 +179,8 @@ class DebertaLayer(BertLayer):
             x_TD = ops.gather_rows(x_TD, queries.index_n)
         else:
             if query_states_TD is None:
-                qkv_TX, query_states_TD = self.qkv(x_TD), x_TD
+                qkv_TX = self.qkv(x_TD)
+                query_states_TD = x_TD
             else:
                 q_TD = linear(query_states_TD, self.qkv.weight[:width], self.qkv.bias[:width])
                 kv_TX = linear(x_TD, self.qkv.weight[width:], self.qkv.bias[width:])
@@ -194,14 +199,16 @@ class Convolution(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, self.size = config.hidden_size, config.conv_kernel_size
+        hidden = config.hidden_size
+        self.size = config.conv_kernel_size
         self.weight = nn.Parameter(torch.empty(hidden, hidden, self.size))
         self.bias = nn.Parameter(torch.zeros(hidden))
         self.norm = Norm(hidden, config)
         self.is_tanh = config.conv_activation == "tanh"
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor, position_ids_T: Tensor, dropout: Dropout) -> Tensor:
-        (num_tokens, width), half = x_TD.shape, self.size // 2
+        num_tokens, width = x_TD.shape
+        half = self.size // 2
         x_SD = nn.functional.pad(x_TD, (0, 0, half, half))
         position_S = nn.functional.pad(position_ids_T, (half, half), value=-1)
         parts = []
@@ -275,7 +282,8 @@ class ModernLayer(nn.Module):
         def feed_forward(
             normed_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
         ) -> tuple[Tensor, Tensor]:
-            weights, dropout_1 = (self.geglu_in.weight, self.feed_forward_out.weight), dropout.call(1)
+            weights = (self.geglu_in.weight, self.feed_forward_out.weight)
+            dropout_1 = dropout.call(1)
             return ops.gated_feed_forward(normed_TD, *weights, x_TD, weight_D, bias_D, eps, dropout_1)
 
         x_TD, normed_TD = next_norm(normed_TD, feed_forward)

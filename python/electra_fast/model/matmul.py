@@ -25,7 +25,8 @@ from electra_fast.config.config import AUTO, ModelConfig
 from electra_fast.errors import InputError
 from electra_fast.messages import say
 
-DEFAULT, ONEDNN = "default", "onednn"
+DEFAULT = "default"
+ONEDNN = "onednn"
 KINDS = ("forward", "input gradient", "weight gradient")
 # oneDNN must be this much faster, because measurements of equally fast libraries would choose at random.
 MIN_SPEEDUP = 1.2
@@ -132,7 +133,8 @@ class MatmulMeasurement:
     def __str__(self) -> str:
         if self.difference > MAX_DIFFERENCE:
             return f"oneDNN's fp32 products differ by {self.difference:.1e} from torch's default"
-        default, onednn = self.seconds[DEFAULT], self.seconds[ONEDNN]
+        default = self.seconds[DEFAULT]
+        onednn = self.seconds[ONEDNN]
         ratios = ", ".join(f"{kind} {default[kind] / onednn[kind]:.2f}" for kind in KINDS)
         return f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
 
@@ -143,7 +145,8 @@ def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
     Takes a fraction of a second: products of large layers have fewer than `num_tokens` tokens.
     """
     seconds = {name: dict.fromkeys(KINDS, 0.0) for name in (DEFAULT, ONEDNN)}
-    difference, generator = 0.0, torch.Generator().manual_seed(0)
+    difference = 0.0
+    generator = torch.Generator().manual_seed(0)
     for inputs, outputs in _layers(shape):
         tokens = max(1, min(num_tokens, int(MAX_FLOPS / (2 * inputs * outputs))))
         sizes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
@@ -167,7 +170,8 @@ def fastest_matmul(shape: ModelConfig, device: torch.device) -> str:
 
 def _layers(shape: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of a layer's four linear layers."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
     into = 2 * inner if shape.architecture == "modernbert" else inner
     return [(hidden, 3 * hidden), (hidden, hidden), (hidden, into), (inner, hidden)]
 

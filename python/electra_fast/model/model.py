@@ -45,11 +45,15 @@ class Encoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.architecture, hidden = config.architecture, config.hidden_size
-        is_bert, is_modern = config.architecture == "bert", config.architecture == "modernbert"
+        self.architecture = config.architecture
+        hidden = config.hidden_size
+        is_bert = config.architecture == "bert"
+        is_modern = config.architecture == "modernbert"
         differs = config.embedding_size != hidden
-        self.head_dim, self.max_positions = hidden // config.num_heads, config.max_positions
-        self.rope_theta, self.local_rope_theta = config.rope_theta, config.local_rope_theta
+        self.head_dim = hidden // config.num_heads
+        self.max_positions = config.max_positions
+        self.rope_theta = config.rope_theta
+        self.local_rope_theta = config.local_rope_theta
         self.is_local = [config.is_local(i) for i in range(config.num_layers)]
         self.projection = Linear(config.embedding_size, hidden, bias=is_bert) if differs else None
         self.input_norm = None if is_bert else Norm(hidden, config)
@@ -78,7 +82,8 @@ class Encoder(nn.Module):
             x_TD = self.input_norm(x_TD)
         if self.architecture == "deberta":
             return self._disentangled(x_TD, position_ids_T, mask, dropout, queries, absolute_TD)
-        normed_TD, norms = x_TD, [] if self.output_norm is None else self.norms
+        normed_TD = x_TD
+        norms = [] if self.output_norm is None else self.norms
         rotary = local_rotary = None
         precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
         if self.architecture == "modernbert":
@@ -144,7 +149,8 @@ class Proposal(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        is_uniform, vocab_size = config.generator.kind == "uniform", config.model.vocab_size
+        is_uniform = config.generator.kind == "uniform"
+        vocab_size = config.model.vocab_size
         # Computed from numbers, also in a model on the meta device.
         uniform_V = torch.ones(vocab_size, device="cpu")
         table = alias_table(uniform_V) if is_uniform else torch.zeros(vocab_size, 2, dtype=torch.int64)
@@ -191,7 +197,8 @@ class Electra(nn.Module):
         super().__init__()
         if config.model.vocab_size < 1:
             raise InputError("model.vocab_size is 0: set it, or take it from a corpus")
-        self.config, self.num_entries = config, config.model.vocab_size
+        self.config = config
+        self.num_entries = config.model.vocab_size
         networks = networks_of(config)
         self.networks = {role: network for role, network in networks.items() if roles is None or role in roles}
         tying = config.model.tying if len(self.networks) > 1 else "none"

@@ -42,7 +42,8 @@ def networks_of(config: Config, objective: str | None = None) -> dict[str, Netwo
         config: The run's configuration.
         objective: One of `OBJECTIVE_SPECS`; the configuration's own by default.
     """
-    spec, found = OBJECTIVE_SPECS[objective or config.objective.name], {}
+    spec = OBJECTIVE_SPECS[objective or config.objective.name]
+    found = {}
     for role, heads in spec.networks.items():
         is_result = role == spec.roles[-1]
         if is_result or config.generator.kind == "model":

@@ -44,7 +44,8 @@ from electra_fast.ops.branches import on_branch
 
 _WHOLE = 0.2  # the probability that a segment is left unchanged under a contrastive weight
 # Streams of `random_words`.
-_SEGMENTS_STREAM, _TOKENS_STREAM = 4, 3
+_SEGMENTS_STREAM = 4
+_TOKENS_STREAM = 3
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class ElectraObjective(GeneratorObjective):
     """The total that counts the tokens of the discriminator's loss."""
 
     def losses(self) -> dict[str, Loss]:
-        weights, answer = self.config.objective, math.log(2)
+        weights = self.config.objective
+        answer = math.log(2)
         found = super().losses() | {"discriminator_loss": Loss(weights.disc_weight, self.denominator, answer)}
         if weights.corrective_weight and "corrective_head" in OBJECTIVE_SPECS[self.name].networks["discriminator"]:
             vocabulary = math.log(self.config.model.vocab_size)
@@ -101,7 +103,8 @@ class ElectraObjective(GeneratorObjective):
         return found
 
     def stages(self) -> tuple[Stage, ...]:
-        first, steps = self.config.objective.generator_first, self.config.train.steps
+        first = self.config.objective.generator_first
+        steps = self.config.train.steps
         if not first:
             return super().stages()
         frozen = ("embeddings", "discriminator", *self.networks()["discriminator"].heads)
@@ -136,7 +139,8 @@ class ElectraObjective(GeneratorObjective):
         counted_T = self.counted(inputs, batch.rng_key)
         totals = generated.totals(inputs.slots, "generator") | rtd_totals(logits_T, replaced_T, counted_T)
         if "corrective_loss" in self.losses():
-            head, table_VE = model.corrective_head, model.embeddings.table
+            head = model.corrective_head
+            table_VE = model.embeddings.table
             hidden_MD = inputs.slots.of_states(hidden_TD)
             corrected = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
             totals |= corrected.totals(inputs.slots, "corrective")
@@ -214,7 +218,8 @@ class Electra15Objective(ElectraObjective):
     denominator = "masked_weight"
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        ids_BL, slots = inputs.masked_ids_BL, inputs.slots
+        ids_BL = inputs.masked_ids_BL
+        slots = inputs.slots
         masked_T = torch.zeros(ids_BL.numel() + 1, dtype=torch.bool, device=ids_BL.device)
         masked_T = masked_T.scatter(0, slots.position_M, slots.weight_M > 0)[:-1]
         if self.config.objective.disc_positions == "masked":
@@ -244,7 +249,8 @@ class TwoStageObjective(ElectraObjective):
     def stages(self) -> tuple[Stage, ...]:
         """The generator's and the discriminator's stage, which gets the extra step of an odd number."""
         steps = self.config.train.steps
-        first, name = steps // 2, "replaced-token detection against the frozen generator"
+        first = steps // 2
+        name = "replaced-token detection against the frozen generator"
         return (
             Stage("masked language modeling", MaskedLMObjective(self.config), 0, first, frozen=PARTS["discriminator"]),
             Stage(name, self, first, steps - first, frozen=PARTS["generator"]),
@@ -277,7 +283,8 @@ class AdversarialObjective(ElectraObjective):
     lowered_losses: ClassVar[tuple[str, ...]] = ()
 
     def losses(self) -> dict[str, Loss]:
-        weights, answer = self.config.objective, math.log(2)
+        weights = self.config.objective
+        answer = math.log(2)
         return {
             # For uniform predictions the baseline is exactly the reward, so there is no advantage.
             "policy_loss": Loss(weights.gen_weight, "masked_weight", 0.0),
@@ -287,7 +294,9 @@ class AdversarialObjective(ElectraObjective):
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
         inputs = read_inputs(model, batch)
-        slots, head, table_VE = inputs.slots, model.generator_head, model.generator_embeddings.table
+        slots = inputs.slots
+        head = model.generator_head
+        table_VE = model.generator_embeddings.table
         hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
         with torch.no_grad():
             generated = predict(model.config, head, table_VE, hidden_MD, slots, batch.rng_key)

@@ -39,7 +39,8 @@ class MaskedLMObjective(Objective):
     metric_totals = ("generator_loss", "masked_weight", "generator_correct", "tokens")
 
     def losses(self) -> dict[str, Loss]:
-        weight, uniform = self.config.objective.gen_weight, math.log(self.config.model.vocab_size)
+        weight = self.config.objective.gen_weight
+        uniform = math.log(self.config.model.vocab_size)
         return {"generator_loss": Loss(weight, "masked_weight", uniform)}
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
@@ -80,7 +81,8 @@ class ReplaceMLMObjective(GeneratorObjective):
         generated = generate(model, inputs, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         hidden_MD = model.hidden("encoder", corrupted_T, *inputs.context, slots=inputs.slots.places)
-        head, table_VE = model.encoder_head, model.embeddings.table
+        head = model.encoder_head
+        table_VE = model.embeddings.table
         predicted = predict(model.config, head, table_VE, hidden_MD, inputs.slots, None)
         totals = generated.totals(inputs.slots, "generator") | predicted.totals(inputs.slots, "encoder")
         return self.output(batch, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
@@ -133,8 +135,10 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         corrupted_T, replaced_T = corrupt(inputs, generated.drawn_M)
         original_T, _ = corrupt(inputs, inputs.slots.target_M)
         hidden_TD = model.hidden("encoder", corrupted_T, *inputs.context)
-        head, copy_T = model.encoder_head, model.copy_head(hidden_TD)
-        x_TE, table_VE = head.transform(hidden_TD), model.embeddings.table
+        head = model.encoder_head
+        copy_T = model.copy_head(hidden_TD)
+        x_TE = head.transform(hidden_TD)
+        table_VE = model.embeddings.table
         nll_T, is_argmax_T = vocabulary_nll(x_TE, table_VE, head.output_bias, original_T.long())
         by_softmax_T = F.logsigmoid(-copy_T) - nll_T
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)

@@ -340,7 +340,8 @@ def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
     mask = AttentionMask.packed(tensors["segment_ids"], cu_seqlens, batch.compute.attention, shape.local_attention)
     has_dropout = model.training and (shape.dropout or shape.attention_dropout)
     dropout_key = batch.rng_key.dropout_key(mask.length) if has_dropout else None
-    positions_T, types_T = tensors["position_ids"].flatten(), tensors["token_type_ids"].flatten()
+    positions_T = tensors["position_ids"].flatten()
+    types_T = tensors["token_type_ids"].flatten()
     return NetworkInputs(
         masked_ids_BL=tensors["input_ids"],
         valid_T=tensors["segment_ids"].flatten() > 0,
@@ -394,13 +395,15 @@ def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> G
     With a fixed distribution, or without a generator but with samples in the batch, there are only samples, and the
     loss is 0.
     """
-    slots, given_M = inputs.slots, inputs.sampled_M
+    slots = inputs.slots
+    given_M = inputs.sampled_M
     if given_M is not None and "generator" not in model.networks:
         return _samples_alone(given_M)
     if model.proposal is not None and rng_key is not None:
         return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
     hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
-    head, table_VE = model.generator_head, model.generator_embeddings.table
+    head = model.generator_head
+    table_VE = model.generator_embeddings.table
     rng_key = rng_key if given_M is None else None
     generated = predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
     return generated if given_M is None else replace(generated, sample_M=given_M)

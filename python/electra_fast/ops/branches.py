@@ -33,7 +33,8 @@ _NETWORK_LANE = -1
 def use_branches(enabled: bool) -> Iterator[None]:
     """Lets graphs that are captured within the context have branches."""
     global _is_enabled
-    previous, _is_enabled = _is_enabled, enabled
+    previous = _is_enabled
+    _is_enabled = enabled
     # A table that both networks read gets gradients from two streams, for which autograd waits, and warns.
     warn = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
     warn(not enabled)
@@ -84,7 +85,8 @@ class Beside(Generic[R]):
             self._found = function(*args)
             return
         current = torch.cuda.current_stream()
-        self._args, side = args, _side(current, lane)
+        self._args = args
+        side = _side(current, lane)
         side.wait_event(_event(current))
         with torch.cuda.stream(side):
             self._found = function(*args)

@@ -111,7 +111,8 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
     num_dropped = round(probability * 2**16)
     first_kept = num_dropped - 2**15
     bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
-    kept, factor = bits.sub_(first_kept - 1), 2**16 / (2**16 - num_dropped)
+    kept = bits.sub_(first_kept - 1)
+    factor = 2**16 / (2**16 - num_dropped)
     if like.dtype.itemsize == 2:
         return kept.mul_(torch.tensor(factor, dtype=like.dtype).view(torch.int16).item()).view(like.dtype)
     return kept.to(like.dtype).mul_(factor)
@@ -153,12 +154,14 @@ class _SelfAttention(torch.autograd.Function):
         keys_NJH: Tensor | None,
         queries_NJH: Tensor | None,
     ) -> Tensor:
-        length, width = qkv_TX.shape[0] // num_rows, qkv_TX.shape[1] // 3
+        length = qkv_TX.shape[0] // num_rows
+        width = qkv_TX.shape[1] // 3
         out_TD = qkv_TX.new_empty(len(qkv_TX), width)
         weights_BNLL = qkv_TX.new_empty(num_rows, num_heads, length, length)
         drop_BNLL = _dropout_mask(weights_BNLL, dropout) if dropout else None
         num_terms = 1 if keys_NJH is None else 3
-        out_BLNH, scale = out_TD.view(num_rows, length, num_heads, -1), (num_terms * width // num_heads) ** -0.5
+        out_BLNH = out_TD.view(num_rows, length, num_heads, -1)
+        scale = (num_terms * width // num_heads) ** -0.5
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights = weights_BNLL[rows].flatten(0, 1)
             scores = torch.empty_like(weights)
@@ -167,7 +170,8 @@ class _SelfAttention(torch.autograd.Function):
             scores.baddbmm_(q, k.mT, beta=0 if bias_B1LL is None else 1, alpha=scale)
             if keys_NJH is not None and queries_NJH is not None:
                 scores_NcLL = scores.view(-1, num_heads, length, length).transpose(0, 1)
-                of_keys, of_queries = _by_head(q, num_heads) @ keys_NJH.mT, _by_head(k, num_heads) @ queries_NJH.mT
+                of_keys = _by_head(q, num_heads) @ keys_NJH.mT
+                of_queries = _by_head(k, num_heads) @ queries_NJH.mT
                 scores_NcLL.add_(pairs(of_keys.unflatten(1, (-1, length))), alpha=scale)
                 scores_NcLL.add_(pairs(of_queries.unflatten(1, (-1, length))).mT, alpha=scale)
             torch.softmax(scores, -1, out=weights)
@@ -175,22 +179,28 @@ class _SelfAttention(torch.autograd.Function):
                 weights = weights * drop_BNLL[rows].flatten(0, 1)
             out_BLNH[rows].copy_(_by_token(weights @ v, num_heads))
         ctx.save_for_backward(qkv_TX, weights_BNLL, drop_BNLL, keys_NJH, queries_NJH)
-        ctx.num_rows, ctx.num_heads, ctx.scale = num_rows, num_heads, scale
+        ctx.num_rows = num_rows
+        ctx.num_heads = num_heads
+        ctx.scale = scale
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TX, weights_BNLL, drop_BNLL, *relative = ctx.saved_tensors
-        num_rows, num_heads, scale = ctx.num_rows, ctx.num_heads, ctx.scale
+        num_rows = ctx.num_rows
+        num_heads = ctx.num_heads
+        scale = ctx.scale
         grad_TX = torch.empty_like(qkv_TX)
         grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
         grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
         precision = torch.promote_types(qkv_TX.dtype, torch.float32)
         sums = [each if each is None else torch.zeros_like(each, dtype=precision) for each in relative]
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
-            weights, grad = weights_BNLL[rows].flatten(0, 1), grad_BNLH[rows].flatten(0, 1)
-            dropped, grad_weights = weights, grad @ v.mT
+            weights = weights_BNLL[rows].flatten(0, 1)
+            grad = grad_BNLH[rows].flatten(0, 1)
+            dropped = weights
+            grad_weights = grad @ v.mT
             if drop_BNLL is not None:
                 drop = drop_BNLL[rows].flatten(0, 1)
                 dropped = weights * drop
@@ -248,7 +258,8 @@ def _add_gradients_of_positions(
 
     Shapes: [c*N, L, H] of x, whose tokens are the rows of the pairs, [c*N, L, L].
     """
-    (num_heads, num_distances, _), x_NKH = positions_NJH.shape, _by_head(x, len(positions_NJH))
+    num_heads, num_distances, _ = positions_NJH.shape
+    x_NKH = _by_head(x, len(positions_NJH))
     grad_NKJ = x.new_zeros(num_heads, x_NKH.shape[1], num_distances)
     pairs_NcLL = pairs(grad_NKJ.unflatten(1, (-1, x.shape[1])))
     pairs_NcLL.copy_(grad_pairs.unflatten(0, (-1, num_heads)).transpose(0, 1))
@@ -309,15 +320,21 @@ def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, 
 
     With a `window`, token i attends to token j if |i - j| <= window.
     """
-    offsets, ids_T = cu_seqlens.numpy().astype(np.int64), segment_ids.numpy().ravel()
-    starts, lengths = offsets[:-1], np.diff(offsets)
+    offsets = cu_seqlens.numpy().astype(np.int64)
+    ids_T = segment_ids.numpy().ravel()
+    starts = offsets[:-1]
+    lengths = np.diff(offsets)
     is_text = (lengths > 0) & (ids_T[np.minimum(starts, len(ids_T) - 1)] > 0)
-    starts, lengths = starts[is_text], lengths[is_text]
+    starts = starts[is_text]
+    lengths = lengths[is_text]
     padded = -(-lengths // MULTIPLE) * MULTIPLE
-    groups, tokens, valid = [], [], []
+    groups = []
+    tokens = []
+    valid = []
     for length in np.unique(padded):
         chosen = padded == length
-        position_P, length_c1 = np.arange(length), lengths[chosen, None]
+        position_P = np.arange(length)
+        length_c1 = lengths[chosen, None]
         is_token_cP = position_P < length_c1
         attends_cPP = is_token_cP[:, None, None, :]
         if window is not None:
@@ -326,10 +343,12 @@ def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, 
         groups.append(SegmentGroup(len(length_c1), is_token_cP.size, bias))
         tokens.append((starts[chosen, None] + np.minimum(position_P, length_c1 - 1)).ravel())
         valid.append(is_token_cP.ravel())
-    token_K, is_token_K = np.concatenate(tokens), np.concatenate(valid)
+    token_K = np.concatenate(tokens)
+    is_token_K = np.concatenate(valid)
     slot_T = np.zeros(len(ids_T), np.int64)
     slot_T[token_K[is_token_K]] = np.flatnonzero(is_token_K)
-    outside, padding = np.flatnonzero(ids_T == 0), np.flatnonzero(~is_token_K)
+    outside = np.flatnonzero(ids_T == 0)
+    padding = np.flatnonzero(~is_token_K)
     return SegmentLayout(tuple(groups), *map(torch.from_numpy, (token_K, slot_T, padding, outside)))
 
 
@@ -413,11 +432,16 @@ def _generator_head_impl(
     group of chunks are multiplied at once, since each product reads and writes the whole gradient of the table.
     """
     outputs = _empty_outputs(x_ME, table_VE, seed_and_step, with_gradient)
-    loss, sample_M, correct_M = outputs[0].zero_(), outputs[1], outputs[2]
-    (num_rows, _), vocab_size, num_tiles = x_ME.shape, table_VE.shape[0], -(-table_VE.shape[0] // TILE)
+    loss = outputs[0].zero_()
+    sample_M = outputs[1]
+    correct_M = outputs[2]
+    num_rows, _ = x_ME.shape
+    vocab_size = table_VE.shape[0]
+    num_tiles = -(-table_VE.shape[0] // TILE)
     # Entries past the vocabulary fill the last tile, and have probability 0.
     padding = num_tiles * TILE - vocab_size
-    table_PE, bias_P = F.pad(table_VE.to(x_ME.dtype), (0, 0, 0, padding)), F.pad(bias_V, (0, padding), value=-math.inf)
+    table_PE = F.pad(table_VE.to(x_ME.dtype), (0, 0, 0, padding))
+    bias_P = F.pad(bias_V, (0, padding), value=-math.inf)
     bytes_per_row = x_ME.element_size() * num_tiles * TILE
     chunk_rows = max(1, min(num_rows, CHUNK_BYTES // (4 * num_tiles * TILE)))
     group_rows = max(chunk_rows, min(num_rows, GROUP_BYTES // bytes_per_row)) if with_gradient else chunk_rows
@@ -427,9 +451,11 @@ def _generator_head_impl(
         for rows in chunks:
             own_cP = grad_gP[rows.start - group.start : rows.stop - group.start]
             logits_cP = own_cP if x_ME.dtype == torch.float32 else buffer_cP[: len(own_cP)]
-            tiles, logits = logits_cP.view(-1, num_tiles, TILE), logits_cP[:, :vocab_size]
+            tiles = logits_cP.view(-1, num_tiles, TILE)
+            logits = logits_cP[:, :vocab_size]
             _linear(x_ME[rows], table_PE, bias_P, out=logits_cP)
-            target_M1, weight_M1 = target_M[rows, None], weight_M[rows, None]
+            target_M1 = target_M[rows, None]
+            weight_M1 = weight_M[rows, None]
             target_logit_M1 = logits.gather(1, target_M1)
             max_MK = tiles.amax(-1)
             best_tile_M = max_MK.argmax(-1)
@@ -467,7 +493,8 @@ def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[s
 def _empty_outputs(
     x_ME: Tensor, table_VE: Tensor, seed_and_step: Tensor | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_rows, (vocab_size, width) = x_ME.shape[0], table_VE.shape
+    num_rows = x_ME.shape[0]
+    vocab_size, width = table_VE.shape
     return (
         x_ME.new_empty((), dtype=torch.float32),
         x_ME.new_empty(0 if seed_and_step is None else num_rows, dtype=torch.int64),
@@ -492,7 +519,8 @@ def _add_gradients(
 ) -> None:
     """Computes the gradient of x for a group's rows, and adds the group's gradient of the table to the others'."""
     torch.mm(logits_grad_gP, table_PE, out=x_grad_gE)
-    grad_VE, is_first = logits_grad_gP.t()[: len(table_grad_VE)], group.start == 0
+    grad_VE = logits_grad_gP.t()[: len(table_grad_VE)]
+    is_first = group.start == 0
     if x_ME.dtype == torch.float32:
         table_grad_VE.addmm_(grad_VE, x_ME[group], beta=0.0 if is_first else 1.0)
     else:

@@ -55,7 +55,8 @@ class MixedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dy_TO, x_TI = dy.flatten(0, -2), x.flatten(0, -2)
+        dy_TO = dy.flatten(0, -2)
+        x_TI = x.flatten(0, -2)
         dweight = Beside(weight_gradient, dy_TO, x_TI) if needs_weight else None
         dx = dy @ weight if needs_x else None
         dbias = dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
@@ -119,15 +120,18 @@ class Attention(torch.autograd.Function):
         eps: float,
         *dropout: Any,
     ) -> Tensor:
-        in_weight_XD, out_weight_DD = cast(in_weight_XD, x_TD.dtype), cast(out_weight_DD, x_TD.dtype)
-        qkv_TX, ctx.heads = x_TD @ in_weight_XD.T, (num_heads, window, attention_probability)
+        in_weight_XD = cast(in_weight_XD, x_TD.dtype)
+        out_weight_DD = cast(out_weight_DD, x_TD.dtype)
+        qkv_TX = x_TD @ in_weight_XD.T
+        ctx.heads = (num_heads, window, attention_probability)
         mixed_TD, lse_NT = kernels().short_attention(
             qkv_TX, in_bias_X, ids_BL, None, None, *ctx.heads, attention_key, attention_call_index
         )
         z_TD = mixed_TD @ out_weight_DD.T
         norm = (out_bias_D, x_TD, norm_weight_D, norm_bias_D, eps, *dropout)
         y_TD, mean_T, rstd_T, _ = kernels().residual_norm(z_TD, *norm)
-        ctx.attention_call_index, (ctx.probability, key, ctx.call_index) = attention_call_index, dropout
+        ctx.attention_call_index = attention_call_index
+        ctx.probability, key, ctx.call_index = dropout
         attended = (qkv_TX, in_bias_X, ids_BL, lse_NT, attention_key, mixed_TD)
         normed = (z_TD, out_bias_D, norm_weight_D, mean_T, rstd_T)
         ctx.save_for_backward(x_TD, in_weight_XD, *attended, out_weight_DD, *normed, key)
@@ -170,7 +174,8 @@ class FeedForward(torch.autograd.Function):
         how: str,
         *dropout: Any,
     ) -> Tensor:
-        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        in_weight_FD = cast(in_weight_FD, x_TD.dtype)
+        out_weight_DF = cast(out_weight_DF, x_TD.dtype)
         ctx.how = how
         if how != "apart":
             h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F, how == "pipelined")
@@ -219,7 +224,8 @@ class NarrowFeedForward(torch.autograd.Function):
         eps: float,
         *dropout: Any,
     ) -> Tensor:
-        in_weight_FD, out_weight_DF = cast(in_weight_FD, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        in_weight_FD = cast(in_weight_FD, x_TD.dtype)
+        out_weight_DF = cast(out_weight_DF, x_TD.dtype)
         inputs = (x_TD, in_weight_FD, in_bias_F, out_weight_DF, out_bias_D, norm_weight_D)
         y_TD, *saved = kernels().narrow_feed_forward(*inputs[:5], None, norm_weight_D, norm_bias_D, eps, *dropout)
         ctx.probability, key, ctx.call_index = dropout
@@ -288,7 +294,8 @@ class GatedFeedForward(torch.autograd.Function):
         how: str,
         *dropout: Any,
     ) -> tuple[Tensor, Tensor]:
-        in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        in_weight = cast(in_weight, x_TD.dtype)
+        out_weight_DF = cast(out_weight_DF, x_TD.dtype)
         ctx.how = how
         if how != "apart":
             h, inner_TF = kernels().matmul_geglu(x_TD, in_weight, how == "pipelined")
@@ -329,7 +336,8 @@ class NarrowGatedFeedForward(torch.autograd.Function):
         eps: float,
         *dropout: Any,
     ) -> tuple[Tensor, Tensor]:
-        in_weight, out_weight_DF = cast(in_weight, x_TD.dtype), cast(out_weight_DF, x_TD.dtype)
+        in_weight = cast(in_weight, x_TD.dtype)
+        out_weight_DF = cast(out_weight_DF, x_TD.dtype)
         norm = (residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
         normed_TD, sum_TD, *statistics = kernels().narrow_feed_forward(
             x_TD, in_weight, None, out_weight_DF, None, *norm
@@ -426,6 +434,7 @@ def _residual_norm_backward(
 
 def _vector_gradients(partial_QX: Tensor, partial_P3D: Tensor) -> tuple[Tensor, ...]:
     """Gradients of input bias, output bias, norm weight and norm bias, from partial sums."""
-    sums, width = kernels().partial_sums(partial_QX, partial_P3D.flatten(1)), partial_P3D.shape[2]
+    sums = kernels().partial_sums(partial_QX, partial_P3D.flatten(1))
+    width = partial_P3D.shape[2]
     din_bias_X, dnorm_weight_D, dnorm_bias_D, dout_bias_D = sums.split((partial_QX.shape[1], width, width, width))
     return din_bias_X, dout_bias_D, dnorm_weight_D, dnorm_bias_D

@@ -230,7 +230,8 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
         if dropout.probability and uses_cpu_ops(x_TD):
             return cpu_ops.unkeyed_dropout(x_TD, dropout.probability)
         return F.dropout(x_TD, dropout.probability)
-    (num_tokens, width), (seed, step, first_token) = x_TD.shape, dropout.key.unbind()
+    num_tokens, width = x_TD.shape
+    seed, step, first_token = dropout.key.unbind()
     token_T1 = (torch.arange(num_tokens, device=x_TD.device)[:, None] + first_token) & 0xFFFFFFFF
     quad = torch.arange(-(-width // 4), device=x_TD.device)
     call_index = torch.full_like(step, dropout.call_index + 2**16)
@@ -354,9 +355,8 @@ FEED_FORWARD_KERNELS = ("narrow", "fused", "pipelined", "apart")
 
 def feed_forward_kernels(x_TD: Tensor, inner_width: int, *, is_gated: bool = False) -> list[str]:
     """Those of `FEED_FORWARD_KERNELS` that `(gated_)feed_forward` can run by, the preferred one first."""
-    of_one, of_product = kernels().narrow_feed_forward_supports, kernels().matmul_gelu_is_profitable
-    is_narrow = of_one(x_TD, inner_width, is_gated)
-    runs = (is_narrow, of_product(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
+    is_narrow = kernels().narrow_feed_forward_supports(x_TD, inner_width, is_gated)
+    runs = (is_narrow, kernels().matmul_gelu_is_profitable(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
     return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
 
 
@@ -388,7 +388,8 @@ def gated_feed_forward(
 
     [T, D], [2F, D], [D, F], [T, D] → two [T, D], as of `add_norm`.
     """
-    how, norm = choice("gated_feed_forward", x_TD), (residual_TD, norm_weight_D, norm_bias_D, eps)
+    how = choice("gated_feed_forward", x_TD)
+    norm = (residual_TD, norm_weight_D, norm_bias_D, eps)
     if how != "reference" and dropout.has_kernel:
         inner_width = out_weight_DF.shape[1]
         how = feed_forward_kernels(x_TD, inner_width, is_gated=True)[0] if how == "kernel" else how
@@ -521,7 +522,8 @@ def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) ->
 
 def discriminator_loss_reference(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
     loss = (binary_cross_entropy(logits_T, replaced_T) * valid_T).sum()
-    predicted_T, replaced_T = (logits_T.detach() > 0) & valid_T, replaced_T & valid_T
+    predicted_T = (logits_T.detach() > 0) & valid_T
+    replaced_T = replaced_T & valid_T
     correct_T = (predicted_T == replaced_T) & valid_T
     return loss, torch.stack([x.sum() for x in (correct_T, predicted_T & replaced_T, predicted_T, replaced_T, valid_T)])
 

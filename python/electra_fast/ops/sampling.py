@@ -26,7 +26,10 @@ TILE = 128
 _MASK32 = 0xFFFFFFFF
 _UNITS = 2**32  # of probability in a row of an alias table
 # Philox4x32-10 (Salmon et al., 2011): multipliers and Weyl constants.
-_M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
+_M0 = 0xD2511F53
+_M1 = 0xCD9E8D57
+_W0 = 0x9E3779B9
+_W1 = 0xBB67AE85
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -36,13 +39,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     keys = ((key[0] + rounds * _W0) & _MASK32).unbind(), ((key[1] + rounds * _W1) & _MASK32).unbind()
     for k0, k1 in zip(*keys, strict=True):
         # int64 products wrap modulo 2^64, so they have the bits of the unsigned product.
-        product0, product1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _MASK32) ^ c1 ^ k0,
-            product1 & _MASK32,
-            ((product0 >> 32) & _MASK32) ^ c3 ^ k1,
-            product0 & _MASK32,
-        )
+        product0 = c0 * _M0
+        product1 = c2 * _M1
+        c0 = ((product1 >> 32) & _MASK32) ^ c1 ^ k0
+        c1 = product1 & _MASK32
+        c2 = ((product0 >> 32) & _MASK32) ^ c3 ^ k1
+        c3 = product0 & _MASK32
     return c0, c1, c2, c3
 
 
@@ -123,7 +125,9 @@ def draw_noise(num_tiles: int, slot_M: Tensor, seed_and_step: Tensor) -> Noise:
 
     The counter of tiles 4q … 4q + 3 is (q, slot, step, 0); that of the uniform number is (0, slot, step, 1).
     """
-    num_quads, seed, step = -(-num_tiles // 4), seed_and_step[0], seed_and_step[1]
+    num_quads = -(-num_tiles // 4)
+    seed = seed_and_step[0]
+    step = seed_and_step[1]
     column = torch.arange(num_quads + 1, device=slot_M.device)
     is_last = (column == num_quads).long()
     counter = (column * (1 - is_last), slot_M[:, None], step, is_last)
@@ -146,7 +150,8 @@ def alias_table(weights_V: Tensor) -> Tensor:
     Raises:
         ValueError: A weight is negative, infinite or not a number, or none is above 0.
     """
-    device, weights_V = weights_V.device, weights_V.double().cpu()
+    device = weights_V.device
+    weights_V = weights_V.double().cpu()
     usable_V = weights_V.isfinite() & (weights_V >= 0)
     if not usable_V.all():
         entry = int(usable_V.int().argmin())
@@ -158,7 +163,8 @@ def alias_table(weights_V: Tensor) -> Tensor:
     light = [entry for entry, each in enumerate(units) if each < _UNITS]
     heavy = [entry for entry, each in enumerate(units) if each > _UNITS]
     while light:  # in integers, the heavy entries exceed 2^32 by just as much as the light ones lack
-        entry, giver = light.pop(), heavy[-1]
+        entry = light.pop()
+        giver = heavy[-1]
         alias[entry] = giver
         units[giver] -= _UNITS - units[entry]
         if units[giver] <= _UNITS:

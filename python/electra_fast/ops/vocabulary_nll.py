@@ -60,7 +60,8 @@ def _vocabulary_nll_impl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(nll, is_argmax, largest logit, sum of the exponentials of the logits' distances to it)."""
     nll_T, is_argmax_T, max_T, sum_T = outputs = _empty_outputs(x_TE)
-    table_VE, bias_V = table_VE.to(x_TE.dtype), bias_V.to(x_TE.dtype)
+    table_VE = table_VE.to(x_TE.dtype)
+    bias_V = bias_V.to(x_TE.dtype)
     token_blocks, entry_blocks, buffer = _blocks(x_TE, table_VE)
     for rows in token_blocks:
         statistics = []
@@ -91,10 +92,12 @@ def _vocabulary_nll_backward_impl(
     x_grad_TE, table_grad_VE, bias_grad_V = gradients = _empty_gradients(x_TE, table_VE)
     table_grad_VE.zero_()
     bias_grad_V.zero_()
-    table_VE, bias_V = table_VE.to(x_TE.dtype), bias_V.to(x_TE.dtype)
+    table_VE = table_VE.to(x_TE.dtype)
+    bias_V = bias_V.to(x_TE.dtype)
     token_blocks, entry_blocks, buffer = _blocks(x_TE, table_VE)
     for rows in token_blocks:
-        x_mE, grad_m1 = x_TE[rows], grad_T[rows, None]
+        x_mE = x_TE[rows]
+        grad_m1 = grad_T[rows, None]
         x_grad_mE = torch.zeros_like(x_mE, dtype=max_T.dtype)
         for entries in entry_blocks:
             logits_mv = _padded_view(buffer, rows, entries)[:, : entries.stop - entries.start]
@@ -128,7 +131,8 @@ def _empty_gradients(x_TE: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor, Te
 def _blocks(x_TE: Tensor, table_VE: Tensor) -> tuple[list[slice], list[slice], Tensor]:
     """Blocks of tokens, blocks of the vocabulary, and a buffer for the logits of one of each."""
     max_tokens, max_entries = BLOCK_SHAPE["cuda" if x_TE.is_cuda else "cpu"]
-    tokens, entries = _slices(x_TE.shape[0], max_tokens), _slices(table_VE.shape[0], max_entries)
+    tokens = _slices(x_TE.shape[0], max_tokens)
+    entries = _slices(table_VE.shape[0], max_entries)
     size = min(x_TE.shape[0], max_tokens) * min(_padded(table_VE.shape[0]), max_entries)
     return tokens, entries, x_TE.new_empty(size, dtype=_logits_dtype(x_TE))
 
@@ -143,7 +147,8 @@ def _padded(num_entries: int) -> int:
 
 def _padded_view(buffer: Tensor, rows: slice, entries: slice) -> Tensor:
     """The start of the buffer as [m, p]."""
-    num_rows, num_columns = rows.stop - rows.start, _padded(entries.stop - entries.start)
+    num_rows = rows.stop - rows.start
+    num_columns = _padded(entries.stop - entries.start)
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 

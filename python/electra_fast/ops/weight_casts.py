@@ -24,7 +24,8 @@ class WeightCasts:
         self, model: nn.Module, dtype: torch.dtype, enabled: bool = True, *, without_gradient: bool = False
     ) -> None:
         weights = dict.fromkeys(module.weight for module in model.modules() if isinstance(module, nn.Linear))
-        self._versions, self._keeps = list[int](), without_gradient
+        self._versions = list[int]()
+        self._keeps = without_gradient
         self._casts: dict[Tensor, Tensor] = {
             weight: torch.empty_like(weight, dtype=dtype, requires_grad=False)
             for weight in weights

@@ -85,7 +85,8 @@ class Optimizer:
         shards: Shards | None = None,
         matrix_dtype: torch.dtype = torch.float32,
     ) -> None:
-        parameters, rule = dict(named_parameters), RULES[config.name]
+        parameters = dict(named_parameters)
+        rule = RULES[config.name]
         self.exp_avg = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
         self.exp_avg_sq = {
             name: torch.zeros_like(x) for name, x in self.exp_avg.items() if rule.has_second_moment(name, x)
@@ -102,7 +103,9 @@ class Optimizer:
         # moments, so that processes that share them notice.
         self._has_moments: dict[str, Tensor] = {}
         self.num_loads = 0
-        self._num_steps, self._rank, self._num_processes = 0, 0, 1
+        self._num_steps = 0
+        self._rank = 0
+        self._num_processes = 1
         self._num_skipped = torch.zeros_like(scalars[0])  # of the steps; on the device, which alone knows it
         self.choose_parameters()
 
@@ -118,7 +121,8 @@ class Optimizer:
 
     def divide(self, rank: int, num_processes: int) -> None:
         """Divides the update of parameters in shared memory among processes."""
-        self._rank, self._num_processes = rank, num_processes
+        self._rank = rank
+        self._num_processes = num_processes
         self.choose_parameters()
 
     def reset(self) -> None:
@@ -262,7 +266,8 @@ class Optimizer:
 
     def _leave_out_skipped(self, skipped: Tensor) -> None:
         """Corrects the scalars for earlier steps that were skipped: they are no updates, as in torch's GradScaler."""
-        scalars, config = self._state.scalars, self.config
+        scalars = self._state.scalars
+        config = self.config
         num_updates = (scalars[2] - self._num_skipped).double()
         corrections = (1 / (1 - config.beta1**num_updates), (1 - config.beta2**num_updates).rsqrt())
         has_skipped = self._num_skipped > 0

@@ -63,7 +63,8 @@ class OptimizerState:
 
     def update_exp_avg(self, gradients: Mapping[str, Tensor], beta: float) -> None:
         """Moves first moments toward the gradients, unless the step is skipped."""
-        exp_avgs, used = [self.exp_avg[name] for name in gradients], list(gradients.values())
+        exp_avgs = [self.exp_avg[name] for name in gradients]
+        used = list(gradients.values())
         if self.skipped is not None:
             used = list(torch._foreach_add(used, torch._foreach_mul(exp_avgs, self.skipped)))
         torch._foreach_lerp_(exp_avgs, used, 1 - beta)
@@ -115,10 +116,12 @@ class AdamW(UpdateRule):
     update_bytes = 0
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        state, config = self.state, self.state.config
+        state = self.state
+        config = self.state.config
         groups: dict[tuple[float, float], list[str]] = {}
         for name in gradients:
-            is_decayed, lr_factor = state.parameters[name].dim() > 1, state.lr_factors.get(name, 1.0)
+            is_decayed = state.parameters[name].dim() > 1
+            lr_factor = state.lr_factors.get(name, 1.0)
             if name in state.rows and state.skipped is None:
                 self._update_rows(name, gradients[name])
             else:
@@ -129,7 +132,9 @@ class AdamW(UpdateRule):
 
     def _update_rows(self, name: str, gradient: Tensor) -> None:
         """Updates the rows of a table that have moments; the others decay: the same bits in a third of the traffic."""
-        state, rows, lr_factor = self.state, self.state.rows[name], self.state.lr_factor(name)
+        state = self.state
+        rows = self.state.rows[name]
+        lr_factor = self.state.lr_factor(name)
         tensors: list[Tensor] = [state.parameters[name], state.exp_avg[name], state.exp_avg_sq[name]]
         if state.config.weight_decay:
             tensors[0].mul_(1 - float(-state.scalars[3] * lr_factor) * state.config.weight_decay)
@@ -140,7 +145,8 @@ class AdamW(UpdateRule):
 
     def _fused(self, tensors: Sequence[list[Tensor]], weight_decay: float, lr_factor: float) -> None:
         """Updates parameters, given with their gradients, first and second moments."""
-        state, config = self.state, self.state.config
+        state = self.state
+        config = self.state.config
         parameters, gradients, exp_avgs, exp_avg_sqs = tensors
         torch._fused_adamw_(
             parameters,
@@ -172,8 +178,10 @@ class Lamb(UpdateRule):
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Updates all parameters; norms and biases without weight decay or trust ratio."""
-        state, config = self.state, self.state.config
-        names, grads = list(gradients), list(gradients.values())
+        state = self.state
+        config = self.state.config
+        names = list(gradients)
+        grads = list(gradients.values())
         parameters: list[Tensor] = [state.parameters[name] for name in names]
         exp_avgs = [state.exp_avg[name] for name in names]
         exp_avg_sqs = [state.exp_avg_sq[name] for name in names]
@@ -256,8 +264,10 @@ class Stack:
 
         Tall ones are multiplied by sqrt(n / m) besides, so that updates of all shapes have equal size (Jordan et al.).
         """
-        (m, n), num_wide = self.shape, sum(map(num_blocks, self.wide))
-        wide_Kmn, tall_Knm = matrices_Kmn[:num_wide].mul_(scale), matrices_Kmn[num_wide:].mT.contiguous()
+        m, n = self.shape
+        num_wide = sum(map(num_blocks, self.wide))
+        wide_Kmn = matrices_Kmn[:num_wide].mul_(scale)
+        tall_Knm = matrices_Kmn[num_wide:].mT.contiguous()
         if self.tall:
             tall_Knm.mul_(scale * math.sqrt(n / m))
         parts = [
@@ -275,8 +285,10 @@ def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
     """
     halves: dict[tuple[tuple[int, int], bool], tuple[list[str], list[str]]] = {}
     for name, parameter in parameters.items():
-        rows, columns = parameter.shape[0] // num_blocks(name), parameter.shape[1]
-        is_tall, shape = rows > columns, (min(rows, columns), max(rows, columns))
+        rows = parameter.shape[0] // num_blocks(name)
+        columns = parameter.shape[1]
+        is_tall = rows > columns
+        shape = (min(rows, columns), max(rows, columns))
         halves.setdefault((shape, is_tall and not parameter.is_cuda), ([], []))[is_tall].append(name)
     return [Stack(tuple(wide), tuple(tall), shape) for (shape, _), (wide, tall) in halves.items()]
 
@@ -302,7 +314,9 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
     Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
@@ -328,8 +342,11 @@ class Orthogonalization:
         self, stacks: Sequence[Stack], division: MatrixDivision, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        num_groups, own = division.num_groups, division.own
-        self._num_groups, self._own, self._gather = num_groups, own, division.gather
+        num_groups = division.num_groups
+        own = division.own
+        self._num_groups = num_groups
+        self._own = own
+        self._gather = division.gather
         self._whole: list[Tensor] = [torch.empty(0)] * len(stacks)
         if num_groups == 1:
             return
@@ -400,7 +417,8 @@ class Muon(UpdateRule):
         return shape.numel() * (1 + min(shape) / 16 if name in self._names else 1)
 
     def choose(self, names: list[str]) -> None:
-        self._chosen, state = names, self.state
+        self._chosen = names
+        state = self.state
         is_whole = state.shards is None
         self._stacks = stacks({name: state.parameters[name] for name in names if is_whole and name in self._names})
         self._orthogonalization = Orthogonalization(
@@ -453,7 +471,8 @@ class Muon(UpdateRule):
         """Updates the momentum; returns the matrices to orthogonalize, by name."""
         momentum = self.state.config.muon_momentum
         self.state.update_exp_avg({name: gradients[name] for name in names}, momentum)
-        grads, exp_avgs = [gradients[name] for name in names], [self.state.exp_avg[name] for name in names]
+        grads = [gradients[name] for name in names]
+        exp_avgs = [self.state.exp_avg[name] for name in names]
         return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
@@ -469,7 +488,8 @@ class Muon(UpdateRule):
         self._apply(shards.from_owners(updates, owners))
 
     def _apply(self, updates: Mapping[str, Tensor]) -> None:
-        state, directions = self.state, list(updates.values())
+        state = self.state
+        directions = list(updates.values())
         parameters: list[Tensor] = [state.parameters[name] for name in updates]
         decay = state.negative_lr(1) * state.config.weight_decay
         if state.lr_factors:

@@ -27,7 +27,8 @@ def local_rows(num_rows: int, rank: int, num_processes: int) -> slice:
 
 def assign_owners(costs: Mapping[str, float], num_processes: int) -> dict[str, int]:
     """Assigns each name to a process so that costs are about equal; the same on all processes."""
-    owners, loads = {}, [0.0] * num_processes
+    owners = {}
+    loads = [0.0] * num_processes
     for name in sorted(costs, key=lambda name: costs[name], reverse=True):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += costs[name]
@@ -49,7 +50,9 @@ class Shards:
         # DTensors, kept because `model.named_parameters` returns others while they are gathered.
         self._sharded: dict[str, Any] = dict(model.named_parameters())
         mesh = next(iter(self._sharded.values())).device_mesh
-        self.group, self.rank, self.num_processes = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.num_processes = mesh.size()
         self.shapes = {name: each.shape for name, each in self._sharded.items()}
         self.parameters = {name: nn.Parameter(each.to_local().detach()) for name, each in self._sharded.items()}
         self.follow()
@@ -91,7 +94,8 @@ class Shards:
 
         A piece may be empty, since shards of a fused parameter may start anywhere.
         """
-        size, rows = self.shapes[name][0] // num_blocks, self.rows(name)
+        size = self.shapes[name][0] // num_blocks
+        rows = self.rows(name)
         edges = [min(max(k * size, rows.start), rows.stop) - rows.start for k in range(num_blocks + 1)]
         return [local[edges[k] : edges[k + 1]] for k in range(num_blocks)]
 
@@ -112,7 +116,8 @@ class Shards:
 
         Raises ValueError for a wrong shape on the first process only; the others keep waiting.
         """
-        chunk, chunks = self._chunk(name, local), None
+        chunk = self._chunk(name, local)
+        chunks = None
         if self.rank == _FIRST:
             if whole is None or whole.shape != self.shapes[name]:
                 found = None if whole is None else list(whole.shape)

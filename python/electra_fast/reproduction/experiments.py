@@ -160,7 +160,8 @@ def _objectives(base: Config) -> Experiment:
 def _generators(base: Config) -> Experiment:
     """Generators at each quarter of the model's width that gives whole heads, and the unigram distribution."""
     electra = base.with_objective("electra")
-    rows, full = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))], base.model.hidden_size
+    rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
+    full = base.model.hidden_size
     fractions = [fraction for fraction in (0.25, 0.5, 0.75, 1.0) if base.model.num_heads * fraction % 1 == 0]
     for fraction in fractions:
         config = electra.override({"generator.fraction": str(fraction)})
@@ -172,7 +173,8 @@ def _generators(base: Config) -> Experiment:
         for fraction in fractions
         if fraction <= 0.5
     ]
-    source, axis = "Figure 3, left, a plot without numbers", f"hidden size of the generator (discriminator: {full})"
+    source = "Figure 3, left, a plot without numbers"
+    axis = f"hidden size of the generator (discriminator: {full})"
     return Experiment("generators", "Generator sizes", source, tuple(rows), tuple(claims), axis)
 
 
@@ -195,20 +197,25 @@ def _tying(base: Config) -> Experiment:
 
 def _sizes(base: Config) -> Experiment:
     """The model at a quarter, half and all of its widths, with the same heads and layers."""
-    rows, model, names = [], base.model, ("hidden_size", "intermediate_size", "embedding_size")
+    rows = []
+    model = base.model
+    names = ("hidden_size", "intermediate_size", "embedding_size")
     widths = [model.hidden_size // divisor for divisor in (4, 2, 1)]
     for width, divisor in zip(widths, (4, 2, 1), strict=True):
         config = base.override({f"model.{name}": max(1, getattr(model, name) // divisor) for name in names})
         is_published = (width, config.model.num_layers) in PUBLISHED_SHAPES
         paper = {group: scores[width] if is_published else None for group, scores in PUBLISHED.items()}
-        electra, bert = config.with_objective("electra"), _bert(config)
+        electra = config.with_objective("electra")
+        bert = _bert(config)
         rows.append(Row(f"electra-{width}", f"ELECTRA {width}", electra, paper["ELECTRA"], "ELECTRA", width))
         rows.append(Row(f"mlm-{width}", f"BERT {width}", bert, paper["BERT"], "BERT", width))
     claims = [_above(f"electra-{width}", f"mlm-{width}", f"ELECTRA is better than BERT at {width}") for width in widths]
-    small, large = widths[0], widths[-1]
+    small = widths[0]
+    large = widths[-1]
     gains = {f"electra-{small}": 1.0, f"mlm-{small}": -1.0, f"electra-{large}": -1.0, f"mlm-{large}": 1.0}
     claims.append(Claim(f"the gain is larger at {small} than at {large}", gains))
-    title, source = "ELECTRA and BERT by size", "Figure 4; scores of Tables 1 and 2"
+    title = "ELECTRA and BERT by size"
+    source = "Figure 4; scores of Tables 1 and 2"
     return Experiment("sizes", title, source, tuple(rows), tuple(claims), "hidden size", PUBLISHED)
 
 

@@ -217,7 +217,9 @@ def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str,
             left = axes.get_yaxis_transform()
             axes.text(0.02, place, "no number", transform=left, color=GREY, va="center", fontsize=8)
             continue
-        mean, sd, scores = found[row.name]["mean"], found[row.name]["sd"], _scores(found[row.name])
+        mean = found[row.name]["mean"]
+        sd = found[row.name]["sd"]
+        scores = _scores(found[row.name])
         axes.plot(scores, [place + 0.18] * len(scores), ".", color=GREY, markersize=5)
         axes.errorbar([mean], [place], xerr=sd, fmt="o", color=BLUE, capsize=4)
         axes.annotate(f"{mean:.1f}", (mean, place), (0, 7), textcoords="offset points", ha="center", fontsize=8)
@@ -231,7 +233,8 @@ def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping
     # Shifted, so that error bars do not cover each other.
     shifts = [1.015 ** (2 * place - len(lines) + 1) for place in range(len(lines))]
     for (group, points), color, shift in zip(lines.items(), (BLUE, ORANGE), shifts, strict=False):
-        widths, means = [width * shift for width in points], [each["mean"] for each in points.values()]
+        widths = [width * shift for width in points]
+        means = [each["mean"] for each in points.values()]
         bars = [each["sd"] or 0.0 for each in points.values()]
         axes.errorbar(widths, means, yerr=bars if any(bars) else None, fmt="o-", color=color, capsize=4, label=group)
         for width, each in zip(widths, points.values(), strict=True):

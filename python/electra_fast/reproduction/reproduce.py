@@ -46,7 +46,9 @@ from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run import exclusive, resolved
 
 IDENTITY = "reproduce.json"
-TASKS, EVALUATION, FAILED = "tasks.json", "evaluation.json", "failed.json"
+TASKS = "tasks.json"
+EVALUATION = "evaluation.json"
+FAILED = "failed.json"
 
 
 def reproduce(
@@ -134,10 +136,12 @@ def reproduce(
             out / "runs" / f"{row.name}-seed-{seed}": (row.name, seed) for seed in range(seeds) for row in made.rows
         }
         waiting = [folder for folder in runs if read_result(folder) is None]
-        start, failed = time.monotonic(), []
+        start = time.monotonic()
+        failed = []
         for number, folder in enumerate(waiting):
             row, seed = runs[folder]
-            config, name = configs[row].override({"train.seed": seed}), f"{row} seed {seed}"
+            config = configs[row].override({"train.seed": seed})
+            name = f"{row} seed {seed}"
             size = training_size(config)
             amount = f"{size['steps']:,} steps, {size['tokens'] / 1e6:,.2f} M tokens, {size['flops']:.3e} FLOPs"
             say(f"{name}: {amount}; run {len(runs) - len(waiting) + number + 1} of {len(runs)}")
@@ -182,7 +186,8 @@ def _settle(out: Path, identity: Mapping[str, Any], first: Config, device: str =
 
     Raises ValueError if the earlier call was for another comparison, or the folder holds something else.
     """
-    path, asked = out / IDENTITY, identity["asked"]
+    path = out / IDENTITY
+    asked = identity["asked"]
     if path.exists():
         known = read_object(path)
         if "overrides" in known:
@@ -216,7 +221,8 @@ def run_row(
     folder: Path, config: Config, device: str, tuning: Mapping[str, Any], evaluation: Mapping[str, Any]
 ) -> None:
     """Trains, fine-tunes and evaluates; `tuning` and `evaluation` are arguments of `finetune` and `evaluate`."""
-    run, tasks = folder / "run", folder / "tasks"
+    run = folder / "run"
+    tasks = folder / "tasks"
     try:
         if not (folder / TASKS).exists():
             if not pretrain(config=config, out=run, device=device).is_finished:

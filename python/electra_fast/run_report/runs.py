@@ -96,7 +96,8 @@ def read_pretraining(folder: Path, name: str) -> PretrainingRun:
     from electra_fast.config.config import Config
     from electra_fast.hardware.flops import flops_per_token
 
-    records, evaluations = read_records(folder / "metrics.jsonl"), read_records(folder / "evaluations.jsonl")
+    records = read_records(folder / "metrics.jsonl")
+    evaluations = read_records(folder / "evaluations.jsonl")
     warnings = [{"message": "", **each} for each in read_records(folder / "warnings.jsonl")]
     config = Config.load(folder / "config.toml")
     flops = flops_per_token(config).total

@@ -33,8 +33,12 @@ class CheckpointWriter:
     """
 
     def __init__(self, run: Path, keep: int, mirror: Mirror | None = None) -> None:
-        self._run, self._keep, self._mirror = run, keep, mirror
-        self.num_written, self.last_write_seconds, self.blocked_seconds = 0, 0.0, 0.0
+        self._run = run
+        self._keep = keep
+        self._mirror = mirror
+        self.num_written = 0
+        self.last_write_seconds = 0.0
+        self.blocked_seconds = 0.0
         self._written: list[int] = []
         # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
         # the interpreter would not wait for the write at exit.
@@ -54,7 +58,8 @@ class CheckpointWriter:
         """
         with self._blocked():
             self._finish()
-            buffers, self._buffers = self._buffers, ({}, {})
+            buffers = self._buffers
+            self._buffers = ({}, {})
             copies = _copy_to_host(tensors, buffers[0]), _copy_to_host(optimizer, buffers[1])
             for device in {tensor.device for tensor in (*tensors.values(), *optimizer.values()) if tensor.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
@@ -66,7 +71,8 @@ class CheckpointWriter:
             self._finish()
 
     def take_written(self) -> list[int]:
-        written, self._written = self._written, []
+        written = self._written
+        self._written = []
         return written
 
     def wait_up_to(self, seconds: float) -> bool:

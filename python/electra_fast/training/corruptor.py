@@ -75,7 +75,8 @@ class Corruptor:
         """
         model = read_model(source).to(device)
         _check_vocabulary(source, model, corpus)
-        shape, data = model.config.model, model.config.data
+        shape = model.config.model
+        data = model.config.data
         generator = _generator(source, model, corpus.vocab_size)
         return cls(generator, corpus.vocab_size, min(data.sequence_length, shape.max_positions), seed)
 
@@ -122,7 +123,8 @@ def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the generator's last hidden states at the mask slots, fp64 [M, D]; use with `use_impl("reference")`."""
     rng_key = RngKey(torch.zeros(2, dtype=torch.int64, device=batch["masked_ids"].device))  # unused
     inputs = read_inputs(model, MicroBatch(batch, _COMPUTE, rng_key))
-    ids_T, slots = inputs.masked_ids_BL.flatten(), inputs.slots.places
+    ids_T = inputs.masked_ids_BL.flatten()
+    slots = inputs.slots.places
     return model.hidden("generator", ids_T, *inputs.context, slots=slots)
 
 

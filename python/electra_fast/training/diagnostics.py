@@ -31,7 +31,8 @@ _EXPLODED = 2.0
 # Learning is lost above this fraction of the way from the lowest loss to that of uniform predictions.
 _LOST = 0.4
 # Steps per average that is compared with the lowest, and how many averages in a row must be lost.
-_STEPS, _LASTING = 100, 2
+_STEPS = 100
+_LASTING = 2
 
 
 def has_exploded(objective: Objective, metrics: Mapping[str, Number]) -> bool:
@@ -49,12 +50,14 @@ def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[s
     history.steps += steps
     if history.steps < _STEPS:
         return None
-    uniform, lowest = _losses(objective, objective.uniform_metrics()), history.lowest
+    uniform = _losses(objective, objective.uniform_metrics())
+    lowest = history.lowest
     means = {name: total / history.steps for name, total in history.totals.items()}
     is_lost = [means[name] > low + _LOST * (uniform[name] - low) for name, low in lowest.items()]
     history.num_lost = history.num_lost + 1 if is_lost and all(is_lost) else 0
     history.lowest = {name: min(mean, lowest.get(name, math.inf)) for name, mean in means.items()}
-    history.totals, history.steps = {}, 0
+    history.totals = {}
+    history.steps = 0
     if history.num_lost < _LASTING:
         return None
     return " and ".join(f"{name} rose from {low:.4g} to {means[name]:.4g}" for name, low in lowest.items())
@@ -62,11 +65,13 @@ def lost_learning(history: LossHistory, objective: Objective, metrics: Mapping[s
 
 def recovery_advice(run: Path, state: TrainState, config: Config) -> str:
     """Returns a sentence that names a good checkpoint of a diverged run and the command that goes back to it."""
-    kept, optimizer = checkpoint_folder.steps(run), config.optimizer
+    kept = checkpoint_folder.steps(run)
+    optimizer = config.optimizer
     usual = by_rule(config) if has_rule(config) else optimizer
     if not kept:
         return f"there is no checkpoint yet; start again with {_lower(optimizer, usual)} or a longer warmup"
-    step, good = state.best_step if state.best_step in kept else kept[-1], "the last good checkpoint"
+    step = state.best_step if state.best_step in kept else kept[-1]
+    good = "the last good checkpoint"
     if step == state.best_step and state.best_loss is not None:
         good = f"the best checkpoint ({state.best_by} loss {state.best_loss:.4g})"
     before = Config.load(checkpoint_folder.path_of(run, step) / "config.toml").optimizer
@@ -107,14 +112,17 @@ def stall_warning(
     """
     if len(evaluations) <= _EVALUATIONS:
         return None
-    first, last = evaluations[-1 - _EVALUATIONS], evaluations[-1]
-    begin, end = int(first["step"] or 0), int(last["step"] or 0)
+    first = evaluations[-1 - _EVALUATIONS]
+    last = evaluations[-1]
+    begin = int(first["step"] or 0)
+    end = int(last["step"] or 0)
     if begin < first_step or end - begin < MIN_STEPS:
         return None
     losses, aucs = ([each.get(name) for each in (first, last)] for name in ("generator_loss", "unigram_auc"))
     if None in losses or None in aucs:
         return None
-    (loss_before, loss), (auc_before, auc) = map(float, losses), map(float, aucs)  # type: ignore[arg-type]
+    loss_before, loss = map(float, losses)  # type: ignore[arg-type]
+    auc_before, auc = map(float, aucs)  # type: ignore[arg-type]
     if loss > (1 - _GENERATOR_IMPROVES) * loss_before or auc > auc_before + _DISCRIMINATOR_STAYS or auc > _SATURATED:
         return None
     remedy = "objective.corrective_weight = 1, " if can_correct else ""
@@ -128,9 +136,11 @@ def stall_warning(
 # Approximate fraction of tokens that unigram replacements change.
 _REPLACED = 0.14
 # An AUC below the first, or within three standard errors of chance, shows nothing learned; below the second, little.
-_NOTHING_AUC, _LITTLE_AUC = 0.52, 0.6
+_NOTHING_AUC = 0.52
+_LITTLE_AUC = 0.6
 # Likewise, as fractions of the loss of a model that knows only token frequencies.
-_NOTHING_LOSS, _LITTLE_LOSS = 0.98, 0.9
+_NOTHING_LOSS = 0.98
+_LITTLE_LOSS = 0.9
 _SMALL_CORPUS = 10e6  # tokens
 
 
@@ -157,15 +167,14 @@ def verdict(
     """
     what = "the model finds replaced tokens"
     if (auc := found.get("unigram_auc")) is not None:
-        amount, measured = _auc_amount(auc, found), auc_text(auc)
+        amount = _auc_amount(auc, found)
+        measured = auc_text(auc)
     elif (auc := found.get("discriminator_auc")) is not None:
         amount = _auc_amount(auc, found)
         measured = f"AUC {auc:.3f} with its own generator's replacements (0.5 is chance)"
     elif entropy is not None:
-        what, name = (
-            "the model predicts masked tokens",
-            "encoder_loss" if found.get("encoder_loss") else "generator_loss",
-        )
+        what = "the model predicts masked tokens"
+        name = "encoder_loss" if found.get("encoder_loss") else "generator_loss"
         loss = float(found[name] or 0)
         amount = "nothing" if loss > _NOTHING_LOSS * entropy else "little" if loss > _LITTLE_LOSS * entropy else ""
         measured = f"{name} {loss:.3f} (token frequencies alone give {entropy:.3f})"
@@ -192,7 +201,8 @@ def _auc_amount(auc: float, found: Mapping[str, Number]) -> str:
 
 
 def _reasons(config: Config, trained_tokens: int, corpus_tokens: int, imported: bool) -> Iterator[str]:
-    steps, is_fixed = config.train.steps, OBJECTIVE_SPECS[config.objective.name].num_stages > 1
+    steps = config.train.steps
+    is_fixed = OBJECTIVE_SPECS[config.objective.name].num_stages > 1
     longer = f"{'start again' if is_fixed else 'continue'} with --steps {10 * steps}"
     yield f"too little training ({steps:,} steps, {trained_tokens / 1e6:.2f} M tokens): {longer}"
     if config.model.architecture == "bert" and not imported:
@@ -212,7 +222,8 @@ MIN_STEPS = 100
 
 def warning(metrics: Mapping[str, Number]) -> str | None:
     """Returns a one-line warning about a log window, or None. Its thresholds hold only after the warmup."""
-    replaced, recall = metrics["replaced_fraction"], metrics["discriminator_recall"]
+    replaced = metrics["replaced_fraction"]
+    recall = metrics["discriminator_recall"]
     loss = metrics["discriminator_loss"]
     if replaced is None or recall is None or loss is None:
         return None
@@ -241,8 +252,10 @@ class LastingWarning:
     """Passes on warnings that hold in two consecutive log windows and over `MIN_STEPS` steps, one per `pause` steps."""
 
     def __init__(self, pause: int) -> None:
-        self._pause, self._next = pause, 0
-        self._windows, self._steps = 0, 0
+        self._pause = pause
+        self._next = 0
+        self._windows = 0
+        self._steps = 0
 
     def take(self, metrics: Mapping[str, Number], num_steps: int, first_step: int) -> str | None:
         """Returns the warning to print after a log window of `num_steps` steps, or None, as before `first_step`."""

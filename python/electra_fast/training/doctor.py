@@ -90,9 +90,13 @@ def doctor(config: Config | str | os.PathLike[str] | None = None, *, device: str
             default.
         device: The device of the run, as for `pretrain`.
     """
-    config, target = config_of(config), choose_device(device)
+    config = config_of(config)
+    target = choose_device(device)
     problems: list[str] = []
-    gpus, extras, cache, kernels = _gpus(problems), _extras(problems), _cache(problems), None
+    gpus = _gpus(problems)
+    extras = _extras(problems)
+    cache = _cache(problems)
+    kernels = None
     with tempfile.TemporaryDirectory() as folder:
         shards = Path(folder) / "shards"
         data_engine = _data_engine(shards, config)
@@ -136,7 +140,8 @@ def _gpus(problems: list[str]) -> list[dict[str, str]]:
     found = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        card, (free, total) = card_of(device), torch.cuda.mem_get_info(device)
+        card = card_of(device)
+        free, total = torch.cuda.mem_get_info(device)
         if missing := missing_for_triton(card):
             problems.append(f"no kernels on {card.name}: {missing}")
         found.append(
@@ -209,7 +214,8 @@ def _file_system(folder: Path) -> str:
 
 def _data_engine(shards: Path, config: Config) -> dict[str, str]:
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode(errors="ignore")
-    source, words = shards.parent / "text.txt", shards.parent / "vocab.txt"
+    source = shards.parent / "text.txt"
+    words = shards.parent / "vocab.txt"
     with contextlib.redirect_stderr(io.StringIO()):
         source.write_bytes(text)
         vocab([str(source)], out=words, size=4096)
@@ -218,7 +224,8 @@ def _data_engine(shards: Path, config: Config) -> dict[str, str]:
         prepare([str(source)], vocab=words, out=shards, cased=False, strip_accents=False)
         prepared = time.perf_counter() - start
     loader = BatchLoader.from_config(config, corpus=str(shards), batch_size=64, epochs=1)
-    start, num_tokens = time.perf_counter(), Corpus(shards).num_tokens
+    start = time.perf_counter()
+    num_tokens = Corpus(shards).num_tokens
     num_rows = sum(batch.num_rows for batch in loader)
     loaded = num_rows * config.data.sequence_length / (time.perf_counter() - start)
     return {

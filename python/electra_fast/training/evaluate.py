@@ -60,7 +60,8 @@ class Evaluation(Entries):
         """Yields what the command prints."""
         rest = dict(self)
         if self["unigram_auc"] is not None and "corruption" not in self:
-            auc, length = rest.pop("unigram_auc"), rest.pop("unigram_sequence_length")
+            auc = rest.pop("unigram_auc")
+            length = rest.pop("unigram_sequence_length")
             yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
             yield from table_lines({"unigram_auc": auc}, "  ")
             yield "Not comparable between models (replacements by each model's own generator):"
@@ -115,7 +116,8 @@ def evaluate(
         if corrupted_by is None:
             _check_length(source, model, length)
             report["unigram_sequence_length"] = length
-        world, common = World(), _common_config(config, length)
+        world = World()
+        common = _common_config(config, length)
         report["unigram_auc"] = unigram_auc(
             model, corpora, common, compute, max_batches, world, lambda objective: objective.forward
         )
@@ -166,7 +168,8 @@ def evaluate_model(
     `objective`, a stage's, replaces the configured one, and `forward` its forward pass if the model is sharded. The
     ranks of a `world` divide each batch, and all return the metrics.
     """
-    world, objective = world or World(), objective or objective_of(config)
+    world = world or World()
+    objective = objective or objective_of(config)
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, world)
     return _judge(model, objective, compute, batches, world, forward or objective.forward)
 
@@ -186,7 +189,8 @@ def unigram_auc(
     an objective's forward pass, wrapped if the model is sharded.
     """
     config = _of_discriminator(_common_config(config, config.data.sequence_length))
-    objective, device = objective_of(config), next(model.parameters()).device
+    objective = objective_of(config)
+    device = next(model.parameters()).device
     counts_V = _masked_counts(corpora, config, max_batches, world)
     if not counts_V.any():
         return None
@@ -252,12 +256,14 @@ def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.d
     loader = BatchLoader.from_config(
         config, corpus=corpora, seed=SEED, epochs=1, rank=world.rank, world_size=world.size
     )
-    size, most = config.train.batch_size, _most_rows(config, device, world)
+    size = config.train.batch_size
+    most = _most_rows(config, device, world)
     num_rows = loader.num_rows if world.size > 1 else 0
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
         # The last batch may have fewer rows.
         total = min(size, num_rows - number * size) if world.size > 1 else rows.num_rows
-        own, batch = nth_part(total, world.rank, world.size), to_torch(rows, device=device)
+        own = nth_part(total, world.rank, world.size)
+        batch = to_torch(rows, device=device)
         num_parts = math.ceil(math.ceil(total / world.size) / most)
         for part in (nth_part(len(own), i, num_parts) for i in range(num_parts)):
             yield number, own.start + part.start, rows_of(batch, part)
@@ -275,7 +281,8 @@ def _outputs(run: Callable[[int, int, Mapping[str, Tensor]], Output], batches: _
         parts = (nth_part(num_rows, i, num_pieces) for i in reversed(range(num_pieces)))
         pending = [part for part in parts if part]
         while pending:
-            rows, output = pending.pop(), None
+            rows = pending.pop()
+            output = None
             try:
                 output = run(number, first_row + rows.start, rows_of(batch, rows))
             except (RuntimeError, MemoryError) as error:
@@ -299,7 +306,9 @@ def _judge(
 ) -> dict[str, Number]:
     device = next(model.parameters()).device
     totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in objective.metric_totals}
-    logits, labels, num_rows = [np.empty(0, np.float32)], [np.empty(0, np.bool_)], 0
+    logits = [np.empty(0, np.float32)]
+    labels = [np.empty(0, np.bool_)]
+    num_rows = 0
     modes = {module: module.training for module in model.modules()}  # frozen parts are in evaluation mode already
     model.eval()
 
@@ -347,20 +356,23 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
         return None
     _, places, counts = np.unique(logits, return_inverse=True, return_counts=True)
     mean_ranks = np.cumsum(counts) - (counts - 1) / 2
-    num_positive, num_negative = int(labels.sum()), int((~labels).sum())
+    num_positive = int(labels.sum())
+    num_negative = int((~labels).sum())
     u = mean_ranks[places[labels]].sum() - num_positive * (num_positive + 1) / 2
     return float(u / (num_positive * num_negative))
 
 
 def _own_corpus(source: Path) -> Mixture:
     """Returns the corpus that a run was trained on, and says so. Raises ValueError or OSError if it is not there."""
-    stored, remedy = checkpoint_of(source), "name the corpus to evaluate on after it"
+    stored = checkpoint_of(source)
+    remedy = "name the corpus to evaluate on after it"
     folders = Config.load(stored / "config.toml").data.corpus if stored else ""
     if not folders:
         raise InputError(f"{source}: does not say what it was trained on; {remedy}")
     if missing := missing_folder(folders):
         raise FileNotFoundError(f"{source}: was trained on {missing}, which is gone; {remedy}")
-    mixture, trained_on = Mixture(folders), origin(source).corpus
+    mixture = Mixture(folders)
+    trained_on = origin(source).corpus
     if trained_on not in (None, mixture.content_hash):
         raise InputError(f"{source}: {mixture} has changed since the run was trained on it; {remedy}")
     part = "all of it" if mixture.holdout is None else "its validation part"
@@ -442,14 +454,17 @@ def verdicts(run: Path, corpus: Corpus) -> list[list[Word]]:
     """
     model = read_model(run)
     config = model.config
-    validation, tokenizer = corpus.holdout, Tokenizer.of(corpus)
+    validation = corpus.holdout
+    tokenizer = Tokenizer.of(corpus)
     if validation is None:
         raise InputError("the corpus has no validation split (`electra-fast prepare --holdout`)")
     if corpus.vocab_size != config.model.vocab_size:
         raise InputError(f"the corpus has {corpus.vocab_size} vocabulary entries, the run {config.model.vocab_size}")
     loader = BatchLoader.from_config(config, corpus=validation, batch_size=NUM_SENTENCES, seed=SEED, epochs=1)
-    batch, objective = to_torch(next(loader)), objective_of(config)
-    key, denominators = RngKey(torch.tensor([SEED, 0])), objective.loss_denominators(batch)
+    batch = to_torch(next(loader))
+    objective = objective_of(config)
+    key = RngKey(torch.tensor([SEED, 0]))
+    denominators = objective.loss_denominators(batch)
     output = objective.forward(model, MicroBatch(batch, ComputeConfig("sdpa", torch.float32), key, denominators))
     predictions = output.predictions
     if predictions is None:
@@ -476,7 +491,8 @@ def _words(
     for i, token_id in enumerate(corrupted):
         if not segments[i] or original[i] in special:
             continue
-        piece, original_piece = tokenizer.id_to_token(token_id), tokenizer.id_to_token(original[i])
+        piece = tokenizer.id_to_token(token_id)
+        original_piece = tokenizer.id_to_token(original[i])
         if not original_piece.startswith("##"):
             words.append(Word(piece, original_piece, replaced[i], probability[i]))
         elif words:  # otherwise the row starts inside a word

@@ -22,7 +22,9 @@ MAX_EPOCHS = 40
 MAX_EPOCHS_IMPORTED = 100
 # Row length relative to the mean document; tokens of the corpus per entry of its vocabulary; the table's share of the
 # model's parameters.
-MAX_ROW_PER_DOCUMENT, MIN_TOKENS_PER_ENTRY, MAX_TABLE_SHARE = 4, 100, 2 / 3
+MAX_ROW_PER_DOCUMENT = 4
+MIN_TOKENS_PER_ENTRY = 100
+MAX_TABLE_SHARE = 2 / 3
 # No vocabulary below this is called large.
 FEWEST_ENTRIES = 1_000
 # Steps of the longest runs in which other rates were compared with the rule's (bench/LOG.md).
@@ -34,7 +36,9 @@ LOW_PEAK = 0.5
 def size(config: Config, mixture: Mixture | None, num_parameters: int) -> dict[str, Any]:
     """Returns what follows from the configuration and the corpus: counts and rates. `config` is resolved."""
     tokens_per_step = config.train.batch_size * config.data.sequence_length
-    tokens, per_token, optimizer = config.train.steps * tokens_per_step, flops_per_token(config).total, config.optimizer
+    tokens = config.train.steps * tokens_per_step
+    per_token = flops_per_token(config).total
+    optimizer = config.optimizer
     return {
         "parameters": num_parameters,
         "steps": config.train.steps,
@@ -60,7 +64,9 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any], 
 
     `found` is its `size`. An `imported` model was trained before, on other text, so that its sizes are given.
     """
-    data, epochs, most_epochs = config.data, found["epochs"], MAX_EPOCHS_IMPORTED if imported else MAX_EPOCHS
+    data = config.data
+    epochs = found["epochs"]
+    most_epochs = MAX_EPOCHS_IMPORTED if imported else MAX_EPOCHS
     if mixture is not None and epochs > most_epochs:
         most = max(1, most_epochs * mixture.num_tokens // found["tokens_per_step"])
         yield (
@@ -110,7 +116,8 @@ def warnings(config: Config, mixture: Mixture | None, found: Mapping[str, Any], 
 
 
 def _has_large_generator(config: Config) -> bool:
-    own, other = config.generator_shape(), config.model
+    own = config.generator_shape()
+    other = config.model
     must_be_large = config.model.tying == "all" or "generator.fraction" in OBJECTIVE_SPECS[config.objective.name].needs
     return not must_be_large and own.num_layers * own.hidden_size**2 >= other.num_layers * other.hidden_size**2
 
@@ -127,7 +134,8 @@ def by_rule(config: Config) -> OptimizerConfig:
 
 
 def low_peak_warnings(config: Config) -> Iterator[str]:
-    optimizer, steps = config.optimizer, config.schedule_steps
+    optimizer = config.optimizer
+    steps = config.schedule_steps
     # Both schedules have one peak: at the end of the warmup, or in the middle of a warmup that is too long.
     at = (min(optimizer.warmup_steps, steps - 1), steps // 2)
     peak = max(lr_scale(optimizer, step, steps) for step in at)
@@ -203,5 +211,6 @@ LAW = ScalingLaw(floor=0.0001, size=0.1008, alpha=0.1918, data=0.3229, beta=0.70
 
 def layer_weights(shape: ModelConfig) -> int:
     """Returns the weights of all layers' matrices, which the law calls the size."""
-    hidden, matrices = shape.hidden_size, 3 if shape.architecture == "modernbert" else 2
+    hidden = shape.hidden_size
+    matrices = 3 if shape.architecture == "modernbert" else 2
     return shape.num_layers * hidden * (4 * hidden + matrices * shape.intermediate_size)

@@ -82,7 +82,9 @@ class Loggers:
         settings: Mapping[str, Any],
         earlier: Mapping[str, Iterable[Record]],
     ) -> None:
-        self._names, self._folder, self._settings = names, folder, settings
+        self._names = names
+        self._folder = folder
+        self._settings = settings
         self._earlier = sorted(
             ((kind, each) for kind, records in earlier.items() for each in records), key=lambda line: line[1]["step"]
         )
@@ -96,7 +98,8 @@ class Loggers:
         self._state = read_object(path) if path.exists() else {}
         for name in self._names:
             state = self._state.setdefault(name, {"id": secrets.token_hex(4), "steps": {}})
-            title, last = f"{self._folder.resolve().name} {state['id']}", max(state["steps"].values(), default=-1)
+            title = f"{self._folder.resolve().name} {state['id']}"
+            last = max(state["steps"].values(), default=-1)
             try:
                 self._open[name] = _KINDS[name](self._folder, title, state, self._settings, last)
                 state["steps"] = self._open[name].arrived(state)
@@ -109,7 +112,8 @@ class Loggers:
 
     def log(self, kind: str, record: Record) -> None:
         """Sends a record with its `kind` (train, validation) before each name, to loggers that have not seen it."""
-        step, values = int(record["step"]), dict(_numbers(f"{kind}/", record))
+        step = int(record["step"])
+        values = dict(_numbers(f"{kind}/", record))
         for name, logger in list(self._open.items()):
             steps = self._state[name]["steps"]
             if step <= steps.get(kind, -1):
@@ -167,7 +171,8 @@ class _Wandb(Logger):
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        project, own = os.environ.get("WANDB_PROJECT", PROJECT), {"id": state["id"], "dir": str(folder)}
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        own = {"id": state["id"], "dir": str(folder)}
         self._run = self._wandb.init(project=project, name=title, config=dict(settings), resume="allow", **own)
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
@@ -188,7 +193,8 @@ class _Mlflow(Logger):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self._client, self._metric = MlflowClient(), Metric
+        self._client = MlflowClient()
+        self._metric = Metric
         if "run" not in state:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             found = self._client.get_experiment_by_name(name)

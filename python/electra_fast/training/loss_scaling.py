@@ -7,7 +7,8 @@ from torch import Tensor
 
 from electra_fast.model.compute import ComputeConfig
 
-INITIAL_SCALE, MAX_SCALE = 2.0**16, 2.0**24
+INITIAL_SCALE = 2.0**16
+MAX_SCALE = 2.0**24
 GROWTH_INTERVAL = 2000
 """Steps in a row with finite gradients after which the scale doubles."""
 PREFIX = "loss_scale."

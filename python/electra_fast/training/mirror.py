@@ -57,7 +57,9 @@ def restore(run: Path, url: str, *, goes_back: bool) -> None:
 
     Raises ValueError if the mirror is not that of the folder's run, or has checkpoints of which none is intact.
     """
-    owner, own, local = _owner(url), _run_of(run), checkpoint_folder.steps(run)
+    owner = _owner(url)
+    own = _run_of(run)
+    local = checkpoint_folder.steps(run)
     if owner is None:
         if found := list_objects(url):
             raise InputError(f"{url}: holds {found[0][0]} but no mirror of a run; choose an empty place (train.mirror)")
@@ -69,7 +71,9 @@ def restore(run: Path, url: str, *, goes_back: bool) -> None:
     is_run = local or (run / "config.toml").exists()
     if goes_back or (not is_run and foreign_names(run)):  # no folder for a run, which `open_run` refuses
         return
-    there, newest, problems = _checkpoints(url), local[-1] if local else -1, []
+    there = _checkpoints(url)
+    newest = local[-1] if local else -1
+    problems = []
     for step in sorted((step for step in there if step > newest), reverse=True):
         if problem := _download(run, url, step, there[step], with_files=True):
             problems.append(problem)
@@ -122,9 +126,12 @@ class Mirror:
     """
 
     def __init__(self, run: Path, url: str, keep: int) -> None:
-        self._run, self._url, self._keep = run, url, keep
+        self._run = run
+        self._url = url
+        self._keep = keep
         self.problems: list[str] = []
-        self._numbers, self._is_over = itertools.count(), False
+        self._numbers = itertools.count()
+        self._is_over = False
         self._changed = threading.Condition()
         self._next: _Copy | None = None
         self._current: _Copy | None = None
@@ -142,7 +149,8 @@ class Mirror:
             self._fail(step, error)
             return
         with self._changed:
-            skipped, self._next = self._next, added
+            skipped = self._next
+            self._next = added
             self._changed.notify_all()
         if skipped is not None:
             remove(skipped.folder)
@@ -196,7 +204,8 @@ class Mirror:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None)
-                copy, self._next = self._next, None
+                copy = self._next
+                self._next = None
                 self._current = copy
             assert copy is not None
             try:

@@ -124,14 +124,16 @@ def log_odds(log_p_C: Tensor, logits_C: Tensor, mask_prob: float) -> Tensor:
 
 def _count(model: Electra, examples: list[Example], num_candidates: int) -> list[int]:
     """Counts how often the prediction, any candidate and the first candidate are correct."""
-    counts, start = [0, 0, 0], time.monotonic()
+    counts = [0, 0, 0]
+    start = time.monotonic()
     last_line = start
     for number, example in enumerate(examples):
         candidates, prediction = predict(model, example, num_candidates)
         right = (prediction == example.target, example.target in candidates, candidates[0] == example.target)
         counts = [count + is_right for count, is_right in zip(counts, right, strict=True)]
         if (now := time.monotonic()) - last_line >= LINE_SECONDS:
-            last_line, done = now, number + 1
+            last_line = now
+            done = number + 1
             eta = timedelta(seconds=round((now - start) / done * (len(examples) - done)))
             say(f"masked language modeling: {done}/{len(examples)} examples, eta {eta}")
     return counts

@@ -109,7 +109,8 @@ class DataParallelStep(_RanksStep):
         self._own_work: list[tuple[Any, Any]] = []
 
     def run(self) -> None:
-        buffer, optimizer = self._buffer, self.optimizer
+        buffer = self._buffer
+        optimizer = self.optimizer
         self._step_vector.zero_()
         for group in range(len(self.backward.division.groups)):
             optimizer.zero_grad()
@@ -148,7 +149,8 @@ class DataParallelStep(_RanksStep):
             self._own_work.append((self._begin, self.mark()))
 
     def take_device_seconds(self) -> float:
-        pairs, self._own_work = self._own_work, []
+        pairs = self._own_work
+        self._own_work = []
         return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
     def _set_stage(self, stage: Stage) -> None:
@@ -172,7 +174,8 @@ class ShardedStep(_RanksStep):
         super()._set_stage(stage)
 
     def run(self) -> None:
-        shards, optimizer = self._shards, self.optimizer
+        shards = self._shards
+        optimizer = self.optimizer
         self._step_vector.zero_()
         shards.zero_grad()
         with self.world.watched("a sharded step"):
@@ -220,8 +223,10 @@ def create_step(
         shards: The rows of a sharded model's parameters that this rank holds.
         wrap: Wraps an objective's forward pass, if the model is sharded.
     """
-    world, train = world or World(), config.train
-    device, is_alone = next(model.parameters()).device, world.size == 1 and train.reduce == "fast"
+    world = world or World()
+    train = config.train
+    device = next(model.parameters()).device
+    is_alone = world.size == 1 and train.reduce == "fast"
     is_plain = is_alone and compute.dtype != torch.float16 and shards is None
     if num_processes is None:
         num_processes = choose_num_processes(config, device) if is_plain else 1
@@ -251,7 +256,8 @@ def time_steps(
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
     step = create_step(model, optimizer, config, compute, execution)
-    loader, times = BatchLoader.from_config(config, num_threads=1, prefetch=1), []
+    loader = BatchLoader.from_config(config, num_threads=1, prefetch=1)
+    times = []
     for number in range(num_steps):
         rows = next(loader)
         step.synchronize()

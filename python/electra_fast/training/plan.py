@@ -57,12 +57,15 @@ FEWEST_STEPS = {"tiny": 2_000, "mini": 1_000, "small": 5_000, "base": 5_000}
 # Of the free memory, the part that a step may take; of the given hours, the part that steps are planned for.
 _SHARE = 0.9
 # A proposed run evaluates and saves this often.
-_TENTH, _SHOWN_ROWS = 10, 2
+_TENTH = 10
+_SHOWN_ROWS = 2
 _GIB = 1 << 30
 # Larger steps are measured with fewer rows at two sizes, and time and memory continued on a line: some two seconds
 # per step on two cores.
 _MAX_FLOPS = 5e11
-_WARMUP_STEPS, _MIN_STEPS, _SECONDS = 2, 2, 4.0
+_WARMUP_STEPS = 2
+_MIN_STEPS = 2
+_SECONDS = 4.0
 # Batches of the evaluation that is timed.
 _EVALUATED = 5
 
@@ -123,7 +126,8 @@ class Plan(Result):
         else:
             total = f"{_bytes(memory['total'])}:"
         yield f"memory          {total} {sizes}"
-        num_rows, num_gpus = self.micro_batch_rows, self.gpus
+        num_rows = self.micro_batch_rows
+        num_gpus = self.gpus
         where = f", on each of {num_gpus} GPUs; memory is that of one" if num_gpus > 1 else ""
         yield f"micro-batch     {num_rows} {'row' if num_rows == 1 else 'rows'}{where}"
         checkpoint, all_of_them = (_bytes(self[name]) for name in ("checkpoint_bytes", "checkpoints_bytes"))
@@ -296,7 +300,10 @@ def _proposed(corpus: Corpora, hours: float, recipe: str, device: str) -> Plan:
         if found.error >= chosen.error or found.steps < FEWEST_STEPS[preset]:
             break
         chosen = found
-    preset, first, trial, steps = chosen.preset, chosen.config, chosen.trial, chosen.steps
+    preset = chosen.preset
+    first = chosen.config
+    trial = chosen.trial
+    steps = chosen.steps
     steps -= steps % 10 ** (len(str(steps)) - 2) if steps >= 100 else 0  # two digits are enough
     every = max(1, steps // _TENTH)
     changes = {"train.steps": steps, "train.eval_every": every, "train.checkpoint_every": every}
@@ -376,7 +383,8 @@ def _memory(trial: Trial | None, weights: int, moments: int) -> dict[str, int | 
 
 def _memory_warnings(config: Config, trial: Trial | None, memory: Mapping[str, int | None]) -> Iterator[str]:
     """Warns if a CPU's free memory is too small; a GPU's micro-batches are chosen so that they fit."""
-    total, activations = memory["total"], memory["activations"]
+    total = memory["total"]
+    activations = memory["activations"]
     if trial is None or trial.device != "cpu" or total is None or activations is None:
         return
     free = _SHARE * 1024 * _kib("/proc/meminfo")["MemAvailable"]
@@ -452,7 +460,9 @@ def take_first_steps(name: str, device: str) -> None:
 
 
 def _measured(folder: Path, config: Config, device: torch.device) -> dict[str, object]:
-    mixture, train, length = Mixture(config.data.corpus), config.train, config.data.sequence_length
+    mixture = Mixture(config.data.corpus)
+    train = config.train
+    length = config.data.sequence_length
     whole = flops_per_token(config).total
     stage = max(objective_of(config).stages(), key=lambda each: flops_per_token(config, [each]).total)
     sizes = [train.batch_size]
@@ -460,7 +470,8 @@ def _measured(folder: Path, config: Config, device: torch.device) -> dict[str, o
         num_processes = choose_num_processes(config, device)
         few = max(1, int(_MAX_FLOPS / (2 * whole * length * num_processes))) * num_processes
         sizes = [few, 2 * few] if 2 * few < train.batch_size else sizes
-    points, is_extrapolated = [], len(sizes) > 1
+    points = []
+    is_extrapolated = len(sizes) > 1
     for num_rows in sizes:
         part = {"train.batch_size": num_rows, "train.accumulate": "1"} if is_extrapolated else {}
         one_lane = {"data.lanes": "1"}  # lanes must divide the batch
@@ -473,7 +484,8 @@ def _measured(folder: Path, config: Config, device: torch.device) -> dict[str, o
         own = {"train.batch_size": train.batch_size, "train.accumulate": train.num_micro_batches}
         settled = settled.override(own)
     (folder / "settled.toml").write_text(settled.to_toml(), encoding="utf-8")
-    rows, last = settled.train.batch_size, points[-1]
+    rows = settled.train.batch_size
+    last = points[-1]
     memory = [float(each.memory or 0) for each in points]
     seconds = _on_line(sizes, [each.seconds for each in points], rows)
     rows_at_once = rows // settled.train.num_micro_batches
@@ -508,13 +520,16 @@ class _Point:
 
 def _steps(trainer: Trainer, first_step: int) -> _Point:
     """Takes steps from `first_step` on, and an evaluation if the run has any."""
-    step, pids = trainer.train_step, ["self"]
+    step = trainer.train_step
+    pids = ["self"]
     if isinstance(step, CpuProcessesStep):
         pids += step.processes.pids
     with use_compute(trainer.compute), contextlib.closing(step):
-        before, optimizer = _resident_bytes(pids), trainer.optimizer
+        before = _resident_bytes(pids)
+        optimizer = trainer.optimizer
         state = [*trainer.model.parameters(), *optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
-        num_steps, start = 0, time.perf_counter()
+        num_steps = 0
+        start = time.perf_counter()
         while num_steps < _WARMUP_STEPS + _MIN_STEPS or time.perf_counter() - start < _SECONDS:
             if num_steps == _WARMUP_STEPS:
                 step.synchronize()

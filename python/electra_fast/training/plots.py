@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import FigureBase
 
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, AMBER, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999", "#000000"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+AMBER = "#E69F00"
+GREY = "#999999"
+BLACK = "#000000"
 
 _LOSSES = (
     ("generator_loss", BLUE, "Generator loss (nats per masked token)"),
@@ -33,7 +38,8 @@ def draw_curves(run: Path) -> None:
     from matplotlib.figure import Figure
 
     if read_records(run / "metrics.jsonl"):
-        figure, content = Figure(figsize=(12, 4)), BytesIO()
+        figure = Figure(figsize=(12, 4))
+        content = BytesIO()
         plot_curves(figure, run)
         # To compute these takes as long as to draw.
         figure.subplots_adjust(left=0.04, right=0.99, bottom=0.12, top=0.85, wspace=0.15)
@@ -43,17 +49,16 @@ def draw_curves(run: Path) -> None:
 
 def plot_curves(figure: FigureBase, run: Path) -> None:
     """Plots metrics.jsonl and evaluations.jsonl of a run: a panel for each loss, and one for accuracies and AUCs."""
-    records, validation = read_records(run / "metrics.jsonl"), read_records(run / "evaluations.jsonl")
+    records = read_records(run / "metrics.jsonl")
+    validation = read_records(run / "evaluations.jsonl")
     # With stages, a loss may be absent from the first or last records.
     present = {name for each in (*records, *validation) for name, value in each.items() if value is not None}
     losses = [each for each in _LOSSES if each[0] in present] or [("loss", BLACK, "Loss")]
     *panels, right = figure.subplots(1, len(losses) + 1, squeeze=False)[0]
     for axes, (name, color, title) in zip(panels, losses, strict=True):
         _lines(axes, records, validation, {name: color}, title)
-    accuracies, aucs = (
-        {name: color for name, color in _ACCURACIES.items() if name in present},
-        {name: color for name, color in _AUCS.items() if name in present},
-    )
+    accuracies = {name: color for name, color in _ACCURACIES.items() if name in present}
+    aucs = {name: color for name, color in _AUCS.items() if name in present}
     title = ", ".join(name for name, own in (("Accuracy", accuracies), ("AUC", aucs)) if own)
     _lines(right, records, [], accuracies, title)
     _lines(right, validation, [], aucs, title, "o--", suffix=", validation")

@@ -37,12 +37,15 @@ from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
 
 # Rows whose words are examined, and fractions of their tokens that cause a warning.
-WORD_ROWS, FEW_IN_LONGER_WORDS, MANY_IN_TOO_LONG = 64, 0.05, 0.1
+WORD_ROWS = 64
+FEW_IN_LONGER_WORDS = 0.05
+MANY_IN_TOO_LONG = 0.1
 
 
 def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) -> Iterator[str]:
     """Yields the run's status and size, and warnings about likely mistakes."""
-    config, steps = run.config, run.config.train.steps
+    config = run.config
+    steps = run.config.train.steps
     start = f"resumes at step {state.step} of {steps}" if state.step else f"starts; {steps} steps"
     yield (
         f"{run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
@@ -75,7 +78,8 @@ def _shares(mixture: Mixture) -> str:
 
 def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
     """Warns if masking whole words has little effect, because most words are single tokens or too long."""
-    data, starts = config.data, mixture.tokenizer.word_starts()
+    data = config.data
+    starts = mixture.tokenizer.word_starts()
     if starts is None:
         return  # the loader raises an error
     lengths = _word_lengths(config, mixture, torch.tensor(starts))
@@ -110,7 +114,8 @@ def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> t
 
 def _rate_change(run: Run, step: int, num_steps: int) -> str:
     """Describes the effect of stretching the schedule from `num_steps` on the learning rate."""
-    optimizer, steps = run.config.optimizer, run.config.train.steps
+    optimizer = run.config.optimizer
+    steps = run.config.train.steps
     first = run.config.objective.generator_first  # steps with a schedule of their own
     step = max(step, first)
     before, after = (
@@ -231,7 +236,10 @@ class RunLog:
     """
 
     def __init__(self, run: Path, config: Config, first_step: int, callbacks: Callbacks, *, is_silent: bool) -> None:
-        self._run, self._config, self._first_step, self._callbacks = run, config, first_step, callbacks
+        self._run = run
+        self._config = config
+        self._first_step = first_step
+        self._callbacks = callbacks
         self._loggers: Loggers | None = None
         num_steps = config.train.steps
         self._files: tuple[JsonLines, JsonLines, JsonLines] | None = None
@@ -249,7 +257,8 @@ class RunLog:
                 )
                 self._files = (metrics, evaluations, warnings)
                 earlier = {"train": read_records(self._run / "metrics.jsonl"), "validation": self.evaluations}
-                names, settings = logger_names(self._config.train.loggers), dataclasses.asdict(self._config)
+                names = logger_names(self._config.train.loggers)
+                settings = dataclasses.asdict(self._config)
                 self._loggers = opened.enter_context(Loggers(names, self._run, settings, earlier))
             opened.enter_context(self._progress)
             self._open = opened.pop_all()

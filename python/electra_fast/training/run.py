@@ -146,13 +146,16 @@ def config_of_run(
         if from_step is not None:
             return config_at(Path(out), from_step).override(given)
         checkpoint_folder.require_config(Path(out))
-        own, recorded = Path(out) / "config.toml", dict.fromkeys(HARDWARE_KEYS, AUTO) | given
+        own = Path(out) / "config.toml"
+        recorded = dict.fromkeys(HARDWARE_KEYS, AUTO) | given
         if own.exists():
-            config, given = own, recorded
+            config = own
+            given = recorded
         elif (url := given.get("train.mirror")) and (mirrored := mirror.read_config(str(url))):
             return Config.of_table(mirrored, recorded)
     found = config_of(config, given)
-    is_file, is_named = isinstance(config, (str, os.PathLike)), corpus is not None or "data.corpus" in given
+    is_file = isinstance(config, (str, os.PathLike))
+    is_named = corpus is not None or "data.corpus" in given
     if is_file and not is_named and (missing := missing_folder(found.data.corpus)):
         where = f'{config}: data.corpus = "{missing}"'
         raise FileNotFoundError(f"{where}: no such folder; give its new location: electra-fast pretrain CORPUS")
@@ -176,7 +179,8 @@ def _new_run(folder: Path, config: Config, mixture: Mixture) -> Run:
 def _resumed_run(
     folder: Path, directory: Path, config: Config, mixture: Mixture, allow_changes: bool, *, goes_back: bool
 ) -> Run:
-    state, saved = checkpoint_folder.read_state(directory), Config.load(directory / "config.toml")
+    state = checkpoint_folder.read_state(directory)
+    saved = Config.load(directory / "config.toml")
     is_import = state.loader is None
     recorded = {} if goes_back else _recorded(folder, state.step)
     if not is_import:
@@ -192,7 +196,8 @@ def _resumed_run(
     config = resolved(config.override(kept, vocab_size=size), mixture)
     is_fixed = config.model.architecture == "deberta"  # whose relative positions would be others
     for name in GROWING:
-        was, now = saved.value(name), config.value(name)
+        was = saved.value(name)
+        now = config.value(name)
         if is_fixed and now != was:
             raise InputError(f"{folder}: {name} = {now!r}, but this run has {was!r}, which cannot change in deberta")
         if float(str(now)) < float(str(was)):

@@ -33,8 +33,11 @@ class RunTensors:
     def __init__(
         self, model: Electra, optimizer: Optimizer, step: Mapping[str, Tensor], world: World, shards: Shards | None
     ) -> None:
-        self._model, self._optimizer, self._step = model, optimizer, step
-        self._world, self._shards = world, shards
+        self._model = model
+        self._optimizer = optimizer
+        self._step = step
+        self._world = world
+        self._shards = shards
 
     def collect(self) -> tuple[_Tensors, _Tensors]:
         """Returns the tensors of model.safetensors and of optimizer.safetensors, not copied; used on the first rank."""

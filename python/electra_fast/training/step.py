@@ -35,7 +35,8 @@ from electra_fast.training.loss_scaling import LossScaler
 
 # Steps that the host may run ahead of the device; more would only pile up pinned batches.
 MAX_LEAD = 2
-GRAD_NORM, SKIPPED = "grad_norm", "skipped_steps"
+GRAD_NORM = "grad_norm"
+SKIPPED = "skipped_steps"
 # An empty batch, from which an objective returns the names of its denominators.
 _NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}
 
@@ -66,11 +67,15 @@ class Backward(GradientComputation):
         wrap: Callable[[Forward], Forward] | None = None,
     ) -> None:
         self._wrap = wrap
-        self.model, self.compute, self.is_compiled = model, compute, execution == "compile"
-        self._config, self._seed = config, config.train.seed
+        self.model = model
+        self.compute = compute
+        self.is_compiled = execution == "compile"
+        self._config = config
+        self._seed = config.train.seed
         self._device = next(model.parameters()).device
         self.division = division or Division.of(config.train, num_processes=num_processes)
-        groups, first_row = self.division.groups, self.division.rows.start
+        groups = self.division.groups
+        first_row = self.division.rows.start
         rows = [rows for group in groups for rows in group]
         self.micro_batches = MicroBatches(
             self._device, [range(part.start - first_row, part.stop - first_row) for part in rows]
@@ -87,7 +92,8 @@ class Backward(GradientComputation):
 
     def set_stage(self, stage: Stage) -> None:
         """Switches to a stage: its loss, and its frozen submodules, which go into evaluation mode."""
-        self.stage, self.steps = stage, range(stage.first_step, stage.first_step + stage.num_steps)
+        self.stage = stage
+        self.steps = range(stage.first_step, stage.first_step + stage.num_steps)
         self.model.train().requires_grad_(True)
         for name in stage.frozen:
             self.model.get_submodule(name).eval().requires_grad_(False)
@@ -173,8 +179,12 @@ class TrainStep(ABC):
     def __init__(
         self, model: Electra, optimizer: Optimizer, config: Config, backward: Backward, world: World, execution: str
     ) -> None:
-        self.model, self.optimizer, self.config, self.world = model, optimizer, config, world
-        self.backward, self.objective = backward, objective_of(config)
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.world = world
+        self.backward = backward
+        self.objective = objective_of(config)
         self.device = next(model.parameters()).device
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -184,7 +194,8 @@ class TrainStep(ABC):
         self.graphs: GraphRunner[None] = GraphRunner(self.device, captures=execution != "eager")
         self.compilations: list[Preparation] = []
         self._has_branches = execution == "branches"
-        self._batches_version, self._is_first_of_stage = 0, True
+        self._batches_version = 0
+        self._is_first_of_stage = True
         self._schedule = schedule_of(config.optimizer, self.stage.num_steps)
         self.marks: list[Any] = []
 
@@ -204,7 +215,8 @@ class TrainStep(ABC):
         """
         if step not in self.backward.steps:
             self._enter_stage(step)
-        batch, lr_scale = HostBatch.of(rows), self.lr_scale(step)
+        batch = HostBatch.of(rows)
+        lr_scale = self.lr_scale(step)
         self._start_processes(batch, step, lr_scale)
         denominators, flags = self._gather_denominators(batch, flags)
         if self.graphs.stream is None:

@@ -48,7 +48,8 @@ class StepTimer:
 
     def take_step_times(self) -> StepTimes | None:
         """The times of the steps since the last call; None if there were none."""
-        seconds, self._step_seconds = sorted(self._step_seconds), []
+        seconds = sorted(self._step_seconds)
+        self._step_seconds = []
         return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
 
 
@@ -56,7 +57,8 @@ class SlowSteps:
     """Notices, once, that steps take much longer than `expected` seconds, if that is known."""
 
     def __init__(self, expected: float | None) -> None:
-        self._expected, self._windows = expected, 0
+        self._expected = expected
+        self._windows = 0
 
     def warning(self, times: StepTimes | None) -> str | None:
         """The warning about two log windows in a row, given the times of a further one."""
@@ -99,7 +101,8 @@ class TimeLimit:
         last one (0 if none was written yet).
         """
         now = time.monotonic()
-        self._longest_step, self._last = max(self._longest_step, now - self._last), now
+        self._longest_step = max(self._longest_step, now - self._last)
+        self._last = now
         return now + 4 * self._longest_step + 2 * (saving_seconds or self._assumed_seconds) > self._end
 
     def pause(self) -> None:

@@ -67,7 +67,8 @@ _VERDICT_BATCHES = 10
 # Time between pictures of the curves, each of which takes about half a second.
 _CURVES_SECONDS = 60.0
 # Longest wait for the last copy to the mirror at the end of a run, and of a session that was asked to stop.
-_MIRROR_SECONDS, _HURRIED_SECONDS = 600.0, 60.0
+_MIRROR_SECONDS = 600.0
+_HURRIED_SECONDS = 60.0
 
 
 class Trainer:
@@ -77,16 +78,21 @@ class Trainer:
     """
 
     def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks, device: torch.device) -> None:
-        self.device, self.world, self.callbacks = device, world, callbacks
+        self.device = device
+        self.world = world
+        self.callbacks = callbacks
         run, self.notes = _settle_for_all(run, self.device, world)
-        self.run, self.config, self.mixture = run, run.config, mixture
+        self.run = run
+        self.config = run.config
+        self.mixture = mixture
         self.compute = replace(choose_compute(self.config, self.device), kernels=run.kernels)
         self._check_exactness()
         self.model = Electra(self.config).to(self.device)
         self.model.limit_vocabulary(mixture.vocab_size)
         if self.config.generator.kind == "unigram":
             self._count_tokens()
-        shards, wrap = None, None
+        shards = None
+        wrap = None
         if self.config.train.sharding == "full" and world.size > 1:
             from electra_fast.distributed.sharding import shard_model  # takes seconds
 
@@ -112,7 +118,9 @@ class Trainer:
         self.is_sound = True
         self.training_loss: float | None = None
         self.validation_loss: float | None = None
-        self.saved_step, self.stream_change, self.waited_before = -1, "", 0.0
+        self.saved_step = -1
+        self.stream_change = ""
+        self.waited_before = 0.0
         if run.checkpoint is not None and run.state is not None:
             self._restore(run.checkpoint, run.state)
         self.stage = self.train_step.stage
@@ -122,7 +130,8 @@ class Trainer:
         self.mirror = Mirror(run.folder, train.mirror, train.keep_checkpoints) if has_mirror else None
         self.writer = CheckpointWriter(run.folder, train.keep_checkpoints, self.mirror)
         self.blocked_seconds = 0.0
-        self.rank_seconds, self.first_timed = [0.0] * world.size, self.state.step
+        self.rank_seconds = [0.0] * world.size
+        self.first_timed = self.state.step
         self.every = {"log": train.log_every, "checkpoint": train.checkpoint_every}
         if train.eval_every and mixture.holdout is not None:
             self.every["evaluation"] = train.eval_every
@@ -159,10 +168,14 @@ class Trainer:
         Synchronizes with the device only to log, evaluate or save. All ranks agree on `stop` and stop after the same
         step. `start` is when the session began, by `time.monotonic`.
         """
-        state, num_steps, first_step = self.state, self.config.train.steps, self.state.step
-        minutes, step = self.config.train.max_minutes, self.train_step
+        state = self.state
+        num_steps = self.config.train.steps
+        first_step = self.state.step
+        minutes = self.config.train.max_minutes
+        step = self.train_step
         limit = TimeLimit(minutes, start, 12 * self._num_parameters()) if minutes else None
-        agreed, is_time_up = stop if self.world.size == 1 else StopRequest(), False
+        agreed = stop if self.world.size == 1 else StopRequest()
+        is_time_up = False
         with (
             use_compute(self.compute),
             contextlib.closing(self.train_step),
@@ -181,7 +194,8 @@ class Trainer:
                     is_time_up |= limit.is_up(self.writer.last_write_seconds)
                 flags = step(next(self.loader), state.step, (stop.signal, is_time_up))
                 if agreed is not stop:
-                    agreed.signal, is_time_up = int(flags[0]), bool(flags[1])
+                    agreed.signal = int(flags[0])
+                    is_time_up = bool(flags[1])
                 num_changes = len(step.compilations) + len(step.graphs.captures)
                 if step.backward.stage is not self.stage or num_changes > self.num_compilations + self.num_captures:
                     self._say_changes(log)
@@ -258,7 +272,8 @@ class Trainer:
 
     def _due(self) -> set[str]:
         """What is due after this step: at a stage's end everything, so that log windows do not span stages."""
-        step, is_last = self.state.step, self.state.step == self.stage.first_step + self.stage.num_steps
+        step = self.state.step
+        is_last = self.state.step == self.stage.first_step + self.stage.num_steps
         return {what for what, every in self.every.items() if step % every == 0 or is_last}
 
     def _next_due(self) -> int:
@@ -270,7 +285,8 @@ class Trainer:
 
     def _finish(self, log: RunLog, first_step: int) -> None:
         memory = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        num_written, blocked = self.writer.num_written, self.writer.blocked_seconds
+        num_written = self.writer.num_written
+        blocked = self.writer.blocked_seconds
         log.say(reporting.closing(self.run.folder, self.config.train.steps, memory, num_written, blocked))
         for line in self._verdict(log) if self.state.step > first_step else ():
             log.say(line)
@@ -305,7 +321,8 @@ class Trainer:
             )
 
     def _check_loss(self) -> None:
-        window, objective = self.state.log_window, self.stage.objective
+        window = self.state.log_window
+        objective = self.stage.objective
         if not self._num_taken():
             return
         found = objective.metrics(window.totals)
@@ -347,7 +364,8 @@ class Trainer:
         raise error() if self.world.is_first else ReportedElsewhere
 
     def _log(self, log: RunLog) -> None:
-        times, num_taken = self.timer.take_step_times(), self._num_taken()
+        times = self.timer.take_step_times()
+        num_taken = self._num_taken()
         record = self._record(times)
         log.write_metrics(record)
         if message := self.warnings.take(record, self.state.log_window.steps, self._first_judged_step()):
@@ -370,11 +388,14 @@ class Trainer:
 
     def _record(self, times: StepTimes | None) -> dict[str, Any]:
         """Returns a line of metrics.jsonl: metrics over the log window, and the run's progress."""
-        state, window = self.state, self.state.log_window
-        tokens, num_taken = int(window.totals["tokens"]), self._num_taken()
+        state = self.state
+        window = self.state.log_window
+        tokens = int(window.totals["tokens"])
+        num_taken = self._num_taken()
         state.tokens += tokens
         speed = tokens / window.seconds if window.seconds > 0 else 0.0
-        blocked, self.blocked_seconds = self.writer.blocked_seconds - self.blocked_seconds, self.writer.blocked_seconds
+        blocked = self.writer.blocked_seconds - self.blocked_seconds
+        self.blocked_seconds = self.writer.blocked_seconds
         record: dict[str, Any] = {
             "step": state.step,
             **self.stage.objective.metrics(window.totals),
@@ -397,7 +418,8 @@ class Trainer:
         if self.world.size > 1:
             rank, seconds = slowest(self.rank_seconds)
             record |= {"slowest_rank": rank, "slowest_rank_seconds": seconds / (state.step - self.first_timed)}
-            self.rank_seconds, self.first_timed = [0.0] * self.world.size, state.step
+            self.rank_seconds = [0.0] * self.world.size
+            self.first_timed = state.step
         return record
 
     def _mfu(self, tokens_per_second: float) -> float | None:
@@ -408,7 +430,8 @@ class Trainer:
 
     def measure(self, corpora: Corpora, num_batches: int) -> dict[str, Number]:
         """Returns the metrics of an evaluation."""
-        objective, wrapped = self.stage.objective, self.train_step.backward.forward
+        objective = self.stage.objective
+        wrapped = self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
         with self.train_step.waits_for_ranks():
             found = evaluate_model(*settings, objective, self.world, wrapped(objective))
@@ -418,7 +441,8 @@ class Trainer:
 
     def _evaluate(self, log: RunLog) -> None:
         assert self.mixture.holdout is not None
-        objective, found = self.stage.objective, self.measure(self.mixture.holdout, self.config.train.eval_batches)
+        objective = self.stage.objective
+        found = self.measure(self.mixture.holdout, self.config.train.eval_batches)
         log.write_evaluation({"step": self.state.step, **found})
         log.say(f"step {self.state.step}: validation: {reporting.validation(found)}")
         is_sound = not has_exploded(objective, found)
@@ -459,18 +483,23 @@ class Trainer:
 
     def _compare_losses(self) -> None:
         """Determines whether the next checkpoint is the best of this stage so far."""
-        state, by = self.state, "validation" if "evaluation" in self.every else "training"
+        state = self.state
+        by = "validation" if "evaluation" in self.every else "training"
         # An evaluation counts for the first checkpoint after it.
         loss = self.validation_loss if by == "validation" else self.training_loss
         if loss is not None and (state.best_loss is None or state.best_by != by or loss <= state.best_loss):
-            state.best_step, state.best_loss, state.best_by = state.step, loss, by
+            state.best_step = state.step
+            state.best_loss = loss
+            state.best_by = by
         elif state.best_loss is None and self.is_sound:
             state.best_step = state.step
         self.validation_loss = None
 
     def _forget_losses(self, best_step: int | None) -> None:
         """Restarts the comparison of losses, and keeps the checkpoint of `best_step` until there is a better one."""
-        self.state.best_step, self.state.best_loss, self.state.history = best_step, None, LossHistory()
+        self.state.best_step = best_step
+        self.state.best_loss = None
+        self.state.history = LossHistory()
 
     def _await_writer(self) -> None:
         """Waits for the write in progress, in turns shorter than the watchdog's timeout."""
@@ -507,7 +536,8 @@ class Trainer:
             self.callbacks("on_checkpoint", {"step": step, "path": str(path)})
 
     def _restore(self, directory: Path, state: TrainState) -> None:
-        self.state, self.saved_step = state, state.step
+        self.state = state
+        self.saved_step = state.step
         is_started = state.loader is not None  # an imported model's training starts here
         if is_started:
             self.train_step.resume(state.step)
@@ -520,15 +550,19 @@ class Trainer:
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
         """Restores the stream of rows; a stream that an allowed change makes different starts at the next epoch."""
-        fresh, state = self.loader.state(), with_present_names(state)
+        fresh = self.loader.state()
+        state = with_present_names(state)
         if self.run.changes and stream_of(fresh) != stream_of(state):
             state, self.stream_change = resumed_state(fresh, state)
         self.loader.restore(state)
 
     def _verdict(self, log: RunLog) -> list[str]:
         """Returns lines on what the finished run has learned, as measured by all ranks."""
-        mixture, train, entropy = self.mixture, self.config.train, None
-        corpora, num_batches = mixture.holdout or mixture.folders, train.eval_batches
+        mixture = self.mixture
+        train = self.config.train
+        entropy = None
+        corpora = mixture.holdout or mixture.folders
+        num_batches = train.eval_batches
         found: dict[str, Any] = {}
         if "evaluation" not in self.every:
             num_batches = _VERDICT_BATCHES
@@ -537,7 +571,8 @@ class Trainer:
             found = evaluations[-1]
         if "discriminator" not in self.stage.objective.networks():
             entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
-        counts, imported = (self.state.tokens, mixture.num_tokens), self.state.imported
+        counts = (self.state.tokens, mixture.num_tokens)
+        imported = self.state.imported
         return verdict(self.config, found, entropy, *counts, imported=imported) if found else []
 
 

@@ -28,7 +28,8 @@ def flat(*spans, cancelled):
     return {"text": TEXT, "label": [*spans], "was_cancelled": cancelled}
 
 
-KEPT, CANCELLED = annotation(VALUE), annotation(VALUE, was_cancelled=True)
+KEPT = annotation(VALUE)
+CANCELLED = annotation(VALUE, was_cancelled=True)
 
 
 @pytest.mark.parametrize(

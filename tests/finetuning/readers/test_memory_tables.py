@@ -11,7 +11,8 @@ import electra_fast as ef
 from electra_fast.finetuning.readers.table_formats import MemoryTable
 from electra_fast.finetuning.task_data import read_tasks
 
-NAMES, TAGS = ["never", "zero", "many"], ["O", "B-X", "I-X"]
+NAMES = ["never", "zero", "many"]
+TAGS = ["O", "B-X", "I-X"]
 CONTEXT = "the answer is forty two and nothing else"
 TASKS = ["classification", "multi-label", "regression", "tagging", "question-answering"]
 
@@ -30,8 +31,10 @@ def rows_of(task, count=24):
 
 
 def features_of(task, datasets):
-    text, number = datasets.Value("string"), datasets.Value("float64")
-    label, tag = datasets.ClassLabel(names=NAMES), datasets.ClassLabel(names=TAGS)
+    text = datasets.Value("string")
+    number = datasets.Value("float64")
+    label = datasets.ClassLabel(names=NAMES)
+    tag = datasets.ClassLabel(names=TAGS)
     return {
         "classification": {"text": text, "label": label},
         "multi-label": {"text": text, "labels": datasets.List(label)},
@@ -62,7 +65,8 @@ class Frame:
 
     def __init__(self, table):
         views = [pa.field(each.name, pa.string_view()) if each.type == pa.string() else each for each in table.schema]
-        self.table, self.columns = table.cast(pa.schema(views)), table.column_names
+        self.table = table.cast(pa.schema(views))
+        self.columns = table.column_names
 
     def __arrow_c_stream__(self, requested_schema=None):
         return self.table.__arrow_c_stream__(requested_schema)
@@ -97,7 +101,8 @@ def test_a_dataset_is_read_as_its_files(task, tmp_path):
     assert_same(read(task, MemoryTable.of("train", dataset)), expected)
     assert_same(read(task, tmp_path / "saved"), expected)
     if task in ("classification", "multi-label", "tagging"):
-        column, names = list(dataset.features)[-1], TAGS if task == "tagging" else NAMES
+        column = list(dataset.features)[-1]
+        names = TAGS if task == "tagging" else NAMES
         rows = [row | {column: named(row[column], names)} for row in dataset.to_list()]
         labels = {} if task == "tagging" else {"labels": tuple(expected.task.labels)}
         assert_same(read(task, MemoryTable.of("train", rows), **labels), expected)
@@ -119,7 +124,8 @@ def test_datasets_that_are_no_table_are_refused():
 
 def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
     frame = pandas.DataFrame(sentences(40), columns=["body", "label"])
-    out, options = tmp_path / "out", {"text": "body", "model": encoder_folder, "overrides": QUICK, "dev": frame[:8]}
+    out = tmp_path / "out"
+    options = {"text": "body", "model": encoder_folder, "overrides": QUICK, "dev": frame[:8]}
     first = ef.finetune(task="classification", train=frame, out=out, **options)
     again = ef.finetune(task="classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]

@@ -26,7 +26,8 @@ def labeled(*labels, **texts):
 
 
 def test_a_classification(write):
-    train, test = write(labeled("pos", "neg", "pos")), write([{"text": "unseen", "other": "x"}], "test.csv")
+    train = write(labeled("pos", "neg", "pos"))
+    test = write([{"text": "unseen", "other": "x"}], "test.csv")
     data = read(train, write([{"text": "other", "label": "pos"}], "dev.parquet"), test)
     assert (data.task.name, data.task.kind, data.task.labels) == ("classification", "classification", ("neg", "pos"))
     columns = "text in 'text', label in 'label': one class per example; choose columns with --text and --label"
@@ -151,13 +152,15 @@ def test_columns_may_be_a_list_or_a_single_name(write):
     ],
 )
 def test_what_cannot_be_used(write, labels, options, message):
-    train, kind = write(labeled(*labels, a="0", b="1")), options.get("kind", "classification")
+    train = write(labeled(*labels, a="0", b="1"))
+    kind = options.get("kind", "classification")
     options = {name: value for name, value in options.items() if name != "kind"}
     assert refusal(read_divided, kind, train, **options).removeprefix(f"{train}: ").startswith(message)
 
 
 def test_what_files_lack(write, tmp_path):
-    train, dev = write(labeled("a", "b")), write([{"text": "x", "score": "a"}], "dev.jsonl")
+    train = write(labeled("a", "b"))
+    dev = write([{"text": "x", "score": "a"}], "dev.jsonl")
     other = write([{"body": "x", "class": "y"}], "other.jsonl")
     assert refusal(read, other) == f"{other}: no text column; there are: body, class; choose with --text"
     assert "no label column; there are: body, class; choose with --label" in refusal(read, other, text=("body",))
@@ -232,7 +235,8 @@ def test_what_says_that_there_is_no_label_is_no_class(write, sign):
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("sign", [None, "-", "-1"])
 def test_a_test_file_is_scored_where_it_has_labels(write, kind, sign):
-    train, test = write(labeled("1", "2")), write(labeled("2", sign, "1"), "test.jsonl")
+    train = write(labeled("1", "2"))
+    test = write(labeled("2", sign, "1"), "test.jsonl")
     data = read_task(kind, train, train, test)
     (split,) = data.test
     missing = -1 if (kind, sign) == ("regression", "-1") else np.nan  # a number like others
@@ -264,7 +268,8 @@ def test_lists_are_several_labels(write, form):
         assert data.train.targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
         assert "label in 'label': lists of labels; " in data.notes[0]
     for rows in ([[0, 1, 0], [1, 1, 0]], [[0.0, 1.0], [1.0, 0.0]], [[True, False], [False, True]], [["0", "1"]] * 2):
-        train, size = write(labeled(*map(form, rows))), len(rows[0])
+        train = write(labeled(*map(form, rows)))
+        size = len(rows[0])
         data = read(train)
         assert (data.task.kind, data.task.labels) == ("multi-label", ("0", "1", "2")[:size])
         assert data.train.targets.tolist() == [list(map(float, row)) for row in rows]
@@ -285,7 +290,8 @@ def test_several_label_columns(write):
 def test_columns_and_labels_that_differ_by_file(write):
     train = write([{"premise": "a", "hypo": "b", "label": label} for label in ("contradictory", "neutral")])
     rows = [{"sentence1": "c", "sentence2": "d", "gold_label": label} for label in ("contradiction", "neutral")]
-    dev, test = write(rows, "dev.jsonl"), write(rows, "test.jsonl")
+    dev = write(rows, "dev.jsonl")
+    test = write(rows, "test.jsonl")
     message = refusal(read, train, dev)
     assert message.startswith(f"{dev}: line 1: unknown label 'contradiction'; {train} has: ")
     assert "if it means 'contradictory', add --label-map contradiction=contradictory" in message
@@ -419,7 +425,8 @@ def test_several_labels_that_occur_twice_are_in_both_splits(write, seed):
 
 
 def test_texts_in_both_splits_are_counted(write):
-    train, dev = write(labeled("a", "b")), write(labeled("a", "b", "a"), "dev.jsonl")
+    train = write(labeled("a", "b"))
+    dev = write(labeled("a", "b", "a"), "dev.jsonl")
     for first, second, message in ((train, dev, "2 of 3 dev examples"), (dev, train, "all 2 dev examples")):
         (data,) = read_tasks("classification", files={"train": first, "dev": second})
         assert data.notes[1].startswith(f"{second}: {message} have a text that is in the training split")

@@ -12,7 +12,8 @@ from electra_fast.finetuning.readers.question_files import iterate_questions, re
 from electra_fast.finetuning.task import Answer
 
 CONTEXT = "The sky is blue. Grass is green."
-BLUE, GREEN = Answer("blue", 11), Answer("green", 26)
+BLUE = Answer("blue", 11)
+GREEN = Answer("green", 26)
 EXPECTED = '{"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
 
 read = partial(read_task, "question-answering")
@@ -201,7 +202,8 @@ def test_whole_contexts_are_set_aside(write):
 
 
 def test_answers_that_are_not_in_the_text(write):
-    wrong, right = annotated("red", 4), annotated(*GREEN)
+    wrong = annotated("red", 4)
+    right = annotated(*GREEN)
     answers = {"a": [wrong, right], "b": [wrong, wrong], "c": "red", "d": None}
     path = write([row("blue", id=id) for id in range(40)] + [row(own, id=id) for id, own in answers.items()])
     data = read(path, test=path)
@@ -248,7 +250,8 @@ NEST = f"nest them as SQuAD does: {EXPECTED}"
     ],
 )
 def test_json_unlike_squad(write, content, message):
-    good, path = write([row("blue")]), write(content, "train.json")
+    good = write([row("blue")])
+    path = write(content, "train.json")
     found = refusal(read, good, path)
     assert found.startswith(f"{path}: {message}") and refusal(streamed, path) == found
 
@@ -276,7 +279,8 @@ def test_json_unlike_squad(write, content, message):
     ],
 )
 def test_rows_that_cannot_be_used(write, change, message):
-    good, path = write([row("blue")], "good.jsonl"), write([row("blue", id="x"), row("blue") | change])
+    good = write([row("blue")], "good.jsonl")
+    path = write([row("blue", id="x"), row("blue") | change])
     found = refusal(read, path, good)
     id = f", id {change['id']!r}" if isinstance(change.get("id"), int | str) else ""
     assert found.startswith(f"{path}: line 2{id}: {message}")
@@ -287,7 +291,8 @@ def test_rows_that_cannot_be_used(write, change, message):
 
 
 def test_columns_and_options_that_cannot_be_used(write):
-    good, path = write([row("blue")]), write([{"question": "?", "passage": "x"}], "other.jsonl")
+    good = write([row("blue")])
+    path = write([{"question": "?", "passage": "x"}], "other.jsonl")
     there_are = "there are: question, passage; choose with"
     message = f"{path}: line 1: no 'context'; {there_are} --text"
     assert refusal(streamed, path) == refusal(read, good, test=path) == message

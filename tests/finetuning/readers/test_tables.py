@@ -118,7 +118,8 @@ def test_quotes_that_may_enclose_the_cells_of_a_tsv_file_are_noted(write, cells,
 
 
 def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
-    limit, text = csv.field_size_limit(), "x" * 300_000
+    limit = csv.field_size_limit()
+    text = "x" * 300_000
     rows = iterate_rows(write("text\n" + f'"{text}"\n' * 3, "data.csv"))
     assert next(rows)[1]["text"] == text
     assert csv.field_size_limit() == limit
@@ -172,7 +173,8 @@ def test_damage_is_named_in_one_line(write, name, content, message):
 
 def test_damaged_columns(write):
     """Arrow offsets that point beyond the text end in a segmentation fault if they are not checked."""
-    batch, sink = pa.record_batch([["abc", "def"]], ["text"]), pa.BufferOutputStream()
+    batch = pa.record_batch([["abc", "def"]], ["text"])
+    sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as file:
         file.write_batch(batch)
     content = sink.getvalue().to_pybytes()
@@ -343,7 +345,8 @@ def test_json_of_every_usual_shape(write, content):
 
 
 def test_bad_rows_are_named_all_at_once_or_left_out(write):
-    path, bad = write('a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n', "data.csv"), BadRows(2)
+    path = write('a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n', "data.csv")
+    bad = BadRows(2)
     assert read_table(path, ["a"], bad)[1] == [{"a": "1"}, {"a": "9"}]
     message = refusal(bad.finish)
     assert message.startswith("3 bad rows: ") and all(f"line {line}: " in message for line in (3, 4, 5))

@@ -249,7 +249,8 @@ def test_tags_of_a_sentence_in_a_cell(write, words, tags):
 def test_a_task_of_tags(write):
     train = write(lines_of(two), "a.conll")
     data = read(train, test=train)
-    task, split = data.task, data.train
+    task = data.task
+    split = data.train
     assert (task.name, task.kind, task.labels) == ("tagging", "tagging", ("O", "B-LOC", "I-LOC", "B-PER", "I-PER"))
     assert (task.metric, task.scheme, data.notes[0]) == ("f1", "IOB2", f"{train}: {FOUND.format('IOB2')}")
     assert data.notes[-1] == "entities by type to train/validate on: PER 2/2, LOC 1/1"
@@ -278,7 +279,8 @@ def test_comments_are_not_words(write, comment, suffix, separator, filler):
 
 @pytest.mark.parametrize("name", ["sentiment", "sentences_total", "sent_at", "Sentence #", "SENT", "sentence_id"])
 def test_sentences_are_numbered_by_exact_names(write, name):
-    path, is_number = write(f"word,tag,{name}\na,O,1\nb,B-X,2\n\nc,O,2\n", "a.csv"), name.lower() in SENTENCE_NAMES
+    path = write(f"word,tag,{name}\na,O,1\nb,B-X,2\n\nc,O,2\n", "a.csv")
+    is_number = name.lower() in SENTENCE_NAMES
     words = [["a"], ["b"], ["c"]] if is_number else [["a", "b"], ["c"]]
     data = read(path)
     assert words_of(data.train) == predicted(path) == words
@@ -295,19 +297,22 @@ def test_files_that_are_not_there_or_of_another_kind(write, tmp_path):
 
 
 def test_tags_that_training_lacks(write):
-    other, train = write("x O\ny B-ORG\n", "other.conll"), write(lines_of(two))
+    other = write("x O\ny B-ORG\n", "other.conll")
+    train = write(lines_of(two))
     unknown = f"{other}: line 2: unknown entity type 'ORG'; {train} has: 'LOC', 'PER'; name all with --labels"
     assert refusal(read, train, other) == refusal(read, train, train, other)
     assert refusal(read, train, other).startswith(unknown)
     data = read(train, other, other, labels=("PER", "LOC", "ORG"))
     assert data.task.labels == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG", "I-ORG")
-    train, other = write("a DET\nb NOUN\n"), write("a DET\nb X\n", "other.conll")
+    train = write("a DET\nb NOUN\n")
+    other = write("a DET\nb X\n", "other.conll")
     assert refusal(read, train, other).startswith(f"{other}: line 2: unknown tag 'X'; {train} has: 'DET', 'NOUN'")
     assert read(train, other, labels=("X", "NOUN", "DET")).task.labels == ("X", "NOUN", "DET")
 
 
 def test_what_is_said_of_schemes_and_types(write):
-    train, dev = write("a I-PER\nb I-PER\nc B-PER\nd O\n"), write("a B-PER\n\nb O\nc I-PER\n", "dev.conll")
+    train = write("a I-PER\nb I-PER\nc B-PER\nd O\n")
+    dev = write("a B-PER\n\nb O\nc I-PER\n", "dev.conll")
     data = read(train, dev)
     assert tagged(data, data.dev[0]) == ["a/B-PER", "b/O c/B-PER"]
     ill_formed = "tags that are ill-formed in {}; they are read as conlleval reads them"
@@ -315,7 +320,8 @@ def test_what_is_said_of_schemes_and_types(write):
     assert data.notes[:-1] == (f"{train}: {FOUND.format('IOB1')}", first)
     first = f"{train}: line 1: 'I-PER' is the first of 1 {ill_formed.format('IOB2')}"
     assert read(train, scheme="bio").notes[0] == first
-    train, dev = write("a x_b\nb x_i\nc y_b\nd out\n"), write("a x_b\n", "dev.conll")
+    train = write("a x_b\nb x_i\nc y_b\nd out\n")
+    dev = write("a x_b\n", "dev.conll")
     notes = read(train, dev).notes
     written = "IOB2, written 'x_b' for 'B-x' and 'out' for 'O'"
     assert notes[0] == f"{train}: {FOUND.format(written)}"

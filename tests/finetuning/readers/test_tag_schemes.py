@@ -25,11 +25,13 @@ from electra_fast.finetuning.readers.tag_schemes import (
 
 def written(entities, num_words, scheme):
     """Tags of a scheme, made independently of the module."""
-    tags, before = ["O"] * num_words, (0, 0, "")
+    tags = ["O"] * num_words
+    before = (0, 0, "")
     for start, end, type_ in entities:
         follows = before[1] == start and before[2] == type_
         for word in range(start, end):
-            is_first, is_last = word == start, word == end - 1
+            is_first = word == start
+            is_last = word == end - 1
             prefix = "B" if is_first and (scheme == "IOB2" or (scheme == "IOB1" and follows)) else "I"
             if scheme == "IOBES":
                 prefix = {(True, True): "S", (True, False): "B", (False, True): "E"}.get((is_first, is_last), "I")

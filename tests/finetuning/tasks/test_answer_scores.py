@@ -57,7 +57,8 @@ def test_nothing_is_better_than_unanswered():
 
 
 def test_equal_odds_count_in_the_order_of_the_mapping():
-    split, predictions = split_of(["red"], []), by_id("red", "x")
+    split = split_of(["red"], [])
+    predictions = by_id("red", "x")
     first = squad_scores(split, predictions, {"q0": 1.0, "q1": 1.0})
     last = squad_scores(split, predictions, {"q1": 1.0, "q0": 1.0})
     assert (first["f1"], first["null_threshold"]) == (1, 1.0)  # between the two, where no threshold lies
@@ -77,19 +78,23 @@ def stated_words(text):
     """Words as the rules say, character by character and word by word."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     # An article is a run of letters and digits; what else there is (“, －, spaces) may touch it.
-    runs, current = [], ""
+    runs = []
+    current = ""
     for character in text:
         if character.isalnum() == (current[-1:] or character).isalnum():
             current += character
         else:
-            runs, current = [*runs, current], character
+            runs = [*runs, current]
+            current = character
     runs.append(current)
     return "".join(" " if run in ("a", "an", "the") else run for run in runs).split()
 
 
 def stated_scores(prediction, golds, has_unanswerable):
     """Exact match and F1 of a question."""
-    predicted, exact, overlap = stated_words(prediction), [], []
+    predicted = stated_words(prediction)
+    exact = []
+    overlap = []
     annotated = [stated_words(gold) for gold in golds]
     if has_unanswerable:
         annotated = [words for words in annotated if words] or [[]]
@@ -158,7 +163,8 @@ def test_a_given_threshold_is_used():
     )
 
 
-CHINESE, ENGLISH = "小明在北京住了三年。", "The Yuan dynasty (Chinese: 元朝) was founded by Kublai Khan in Khanbaliq."
+CHINESE = "小明在北京住了三年。"
+ENGLISH = "The Yuan dynasty (Chinese: 元朝) was founded by Kublai Khan in Khanbaliq."
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,8 @@ CHINESE, ENGLISH = "小明在北京住了三年。", "The Yuan dynasty (Chinese:
     ],
 )
 def test_characters_are_words_in_scripts_without_spaces(prediction, gold, exact, overlap):
-    predicted, annotated = units_of(prediction), units_of(gold)
+    predicted = units_of(prediction)
+    annotated = units_of(gold)
     assert (predicted == annotated) == exact
     assert f1(predicted, annotated, has_unanswerable=False, by_characters=True) == pytest.approx(overlap)
 

@@ -35,7 +35,8 @@ def test_weights_that_follow_from_counts(text, counts, expected, reason):
 
 
 def test_given_weights_and_groups():
-    targets, groups = np.repeat(range(3), [5, 1, 1]), {"bc": [1, 2]}
+    targets = np.repeat(range(3), [5, 1, 1])
+    groups = {"bc": [1, 2]}
     assert class_weights("bc=3,b=2", LABELS, targets, groups=groups)[0].tolist() == [1, 2, 3]
     for text, message in (
         ("d=1", "'d=1' must be LABEL=WEIGHT, a label of a, b, c"),
@@ -50,7 +51,8 @@ def test_given_weights_and_groups():
 def test_examples_have_the_weights_of_their_classes(tiny_vocab):
     rows = [{"text": f"value {number}", "label": "ab"[number == 0]} for number in range(30)]
     tables = {name: MemoryTable.of(name, rows) for name in ("train", "dev")}
-    kind, config = TASK_TYPES["classification"], FinetuneSection(class_weights="auto")
+    kind = TASK_TYPES["classification"]
+    config = FinetuneSection(class_weights="auto")
     data = own_data.read("classification", *tables.values(), None)
     found = kind.training_set(Tokenizer(tiny_vocab), data.task, data.train, config)
     np.testing.assert_allclose(found.weights, [10] + [15 / 29] * 29)

@@ -55,7 +55,8 @@ def test_classification_scores_by_hand(name, expected):
     ],
 )
 def test_the_majority_is_that_of_training(kind, labels, train, dev, expected):
-    task, dtype = task_of("own", kind, labels=tuple(labels)), {"regression": float, "multi-label": "f4"}.get(kind, int)
+    task = task_of("own", kind, labels=tuple(labels))
+    dtype = {"regression": float, "multi-label": "f4"}.get(kind, int)
     splits = [
         Split(name="", path=Path(), texts=[("x",)] * len(each), targets=np.array(each, dtype), ids=[])
         for each in (train, dev)
@@ -73,7 +74,8 @@ def test_the_majority_is_that_of_training(kind, labels, train, dev, expected):
     ],
 )
 def test_examples_without_a_label_do_not_count(kind, metric, targets, outputs):
-    texts, ids = [("x",)] * 3, ["0", "1", "2"]
+    texts = [("x",)] * 3
+    ids = ["0", "1", "2"]
     split = Split(name="test", path=Path("test"), texts=texts, targets=targets, ids=ids)
     task = task_of("classification", kind, metric)
     assert TASK_TYPES[kind].scores(task, split, None, np.array(outputs, float), {})[metric] == 1
@@ -146,7 +148,8 @@ def test_values_too_close_together_for_single_precision_are_named(mean, is_said)
 
 
 def test_values_are_stored_in_their_units_and_exactly():
-    task, method = replace(task_of("regression", "regression", scale=4.0), shift=1e8), Regression()
+    task = replace(task_of("regression", "regression", scale=4.0), shift=1e8)
+    method = Regression()
     state = {"head.classifier.weight": torch.tensor([[0.5]]), "head.classifier.bias": torch.tensor([0.25])}
     stored, settings = method.to_units(task, state)
     assert stored["head.classifier.weight"].item() == 2 and settings == {"shift": 1e8 + 1}  # fp32 would have 1e8
@@ -161,7 +164,8 @@ def test_values_are_stored_in_their_units_and_exactly():
 def test_the_first_split_chooses_the_thresholds_of_labels():
     targets = np.tile(np.eye(2, dtype=np.float32), (300, 1))
     split = Split(name="dev", path=Path(), texts=[("x",)] * 600, targets=targets, ids=[])
-    task, outputs = task_of("classification", "multi-label", "f1_micro"), 2.0 * targets - 4  # all below a half
+    task = task_of("classification", "multi-label", "f1_micro")
+    outputs = 2.0 * targets - 4  # all below a half
     first = MultiLabel().scores(task, split, None, outputs, {})
     assert (first["f1_micro"], first["f1_micro_at_half"]) == (1, 0) and max(first["thresholds"].values()) < 0.2
     second = MultiLabel().scores(task, split, None, outputs, {"thresholds": {"0": 0.4, "1": 0.1}})

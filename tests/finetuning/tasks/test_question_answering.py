@@ -71,7 +71,8 @@ def test_answers_to_a_file_are_those_of_training(readers, squad_folder, tmp_path
 
 def test_no_answer_beyond_the_threshold(readers):
     folder, _, _ = readers["squad2"]
-    reader, pair = ef.load(folder / "seed-0" / "model"), ("Which class of it?", "The class of a value.")
+    reader = ef.load(folder / "seed-0" / "model")
+    pair = ("Which class of it?", "The class of a value.")
     (answer,) = reader.predict([pair], null_threshold=1e9)
     assert answer["answer"] == pair[1][answer["start"] : answer["end"]] != ""
     (nothing,) = reader.predict([pair], null_threshold=-1e9)
@@ -151,7 +152,8 @@ def test_answers_that_are_too_long_are_counted(tiny_vocab, tmp_path):
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = read_questions(tmp_path / "own.jsonl", tmp_path / "own.jsonl", None)
     config = FinetuneSection(sequence_length=64, max_query_length=8, doc_stride=16, max_answer_length=20)
-    method, tokenizer = QuestionAnswering(), ef.Tokenizer(tiny_vocab)
+    method = QuestionAnswering()
+    tokenizer = ef.Tokenizer(tiny_vocab)
     chunks = method.training_set(tokenizer, data.task, data.train, config)
     long, nowhere = chunks.notes
     num_tokens = len(tokenizer.encode_batch([golds[1]])[0])

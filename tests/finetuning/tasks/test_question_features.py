@@ -45,12 +45,15 @@ def inputs(tokenizer, features):
     "length, stride, query, lowercase", [(24, 8, 8, True), (19, 30, 8, True), (64, 16, 4, False), (384, 128, 64, True)]
 )
 def test_generated_questions_as_published(tmp_path, length, stride, query, lowercase):
-    tokenizer, counts = ef.Tokenizer(write_vocab(tmp_path), cased=not lowercase), collections.Counter()
-    library, asked = squad_reference.library_tokenizer(tokenizer), questions(24, seed=length)
+    tokenizer = ef.Tokenizer(write_vocab(tmp_path), cased=not lowercase)
+    counts = collections.Counter()
+    library = squad_reference.library_tokenizer(tokenizer)
+    asked = questions(24, seed=length)
     texts = [(question, context) for question, context, _ in asked]
     features = features_of(tokenizer, *texts, length=length, stride=stride, query=query)
     targets = training_targets(tokenizer, features, [answers for _, _, answers in asked])
-    tokens, encoded = inputs(tokenizer, features), features.encoded
+    tokens = inputs(tokenizer, features)
+    encoded = features.encoded
     for number, (question, context, answers) in enumerate(asked):
         rows = np.flatnonzero(features.question == number)
         chunks = squad_reference.chunks_of(library, question, context, length, stride, query)
@@ -150,7 +153,8 @@ def crate_of(kind):
         "unigram": ("Unigram", trainers.UnigramTrainer(**options, unk_token="[UNK]"), "NFKC", "Metaspace"),
     }[kind]
     crate = Crate(getattr(models, model)() if model == "Unigram" else getattr(models, model)(unk_token="[UNK]"))
-    crate.normalizer, crate.pre_tokenizer = getattr(normalizers, normalizer)(), getattr(pre_tokenizers, splitter)()
+    crate.normalizer = getattr(normalizers, normalizer)()
+    crate.pre_tokenizer = getattr(pre_tokenizers, splitter)()
     crate.train_from_iterator(SENTENCES, trainer)
     return crate
 
@@ -182,7 +186,8 @@ def answers(tokenizer, context, spans):
     """The answers among candidates (start, end, score) in a context of one chunk."""
     features = features_of(tokenizer, ("who", context), length=64)
     start, end, score = np.array(spans, float).T[:, None]
-    places, ends = start.astype(np.int64), end.astype(np.int64)[..., None]
+    places = start.astype(np.int64)
+    ends = end.astype(np.int64)[..., None]
     [(found, _)] = search(features, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1)))
     return found
 
@@ -198,7 +203,8 @@ def piece_answer(tokenizer, context, first, last):
 @pytest.mark.parametrize("n_best, longest, width", [(20, 30, 7), (3, 4, 5), (20, 6, 3)])
 def test_the_best_answers_as_published(either, n_best, longest, width):
     """Texts, scores with ties, and probabilities; indices are anywhere in a chunk of 24 tokens, or after it."""
-    asked, rng = questions(40, seed=longest), np.random.default_rng(0)
+    asked = questions(40, seed=longest)
+    rng = np.random.default_rng(0)
     texts = [(question, context) for question, context, _ in asked]
     features = features_of(either, *texts)
     shape = (len(features.question), width, width)
@@ -207,7 +213,9 @@ def test_the_best_answers_as_published(either, n_best, longest, width):
     first, second = (rng.integers(0, 40, size).astype(np.float32) / 8 for size in (shape[:2], shape))
     null = rng.standard_normal(shape[0]).astype(np.float32)
     found = search(features, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest)
-    library, empty, full = squad_reference.library_tokenizer(either), 0, 0
+    library = squad_reference.library_tokenizer(either)
+    empty = 0
+    full = 0
     for number, ((question, context), (ours, null_score)) in enumerate(zip(texts, found, strict=True)):
         numbers = np.flatnonzero(features.question == number)
         chunks = squad_reference.chunks_of(library, question, context, 24, 8, 8)
@@ -222,7 +230,8 @@ def test_the_best_answers_as_published(either, n_best, longest, width):
         assert [each.probability for each in ours] == pytest.approx([chance for _, _, chance in theirs])
         assert all(each.text == context[each.start : each.end] for each in ours)
         assert null_score == null[numbers].min()
-        empty, full = empty + (ours[0].text == ""), full + (len(ours) == n_best)
+        empty = empty + (ours[0].text == "")
+        full = full + (len(ours) == n_best)
     assert full > 5 and empty < 10
 
 

@@ -24,7 +24,8 @@ COMPUTE = ComputeConfig("sdpa", torch.float32)
 def examples():
     """Pairs whose second text has type 1 (BERT) or 0 (RoBERTa)."""
     random = np.random.default_rng(0)
-    ids, types = [], []
+    ids = []
+    types = []
     for number, (question, context) in enumerate(LENGTHS):
         text = [random.integers(5, 60, length) for length in (question, context)]
         ids.append(np.concatenate(([2], text[0], [3], text[1], [3])))
@@ -88,7 +89,8 @@ def joint_reference(p, hidden, is_context, beam=BEAM):
 
 
 def test_joint_losses_are_the_published_ones(encoder):
-    encoded, wanted = examples(), targets()
+    encoded = examples()
+    wanted = targets()
     model = reader(encoder, JointReader, answerable_weight=0.7)
     part = pack(encoded, np.arange(5))[0]
     with torch.no_grad():
@@ -111,7 +113,8 @@ def assert_highest(places, scores, reference):
 
 
 def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
-    encoded, model = examples(), reader(encoder, JointReader)
+    encoded = examples()
+    model = reader(encoder, JointReader)
     starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)
     for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
         start, end, unanswerable = joint_reference(head(model), hidden, is_context)
@@ -128,7 +131,9 @@ def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
 
 def test_two_logit_losses_are_those_of_transformers(encoder):
     """Over all tokens, the question's too, as `transformers` has it."""
-    encoded, wanted, model = examples(), targets(), reader(encoder, TwoLogitReader)
+    encoded = examples()
+    wanted = targets()
+    model = reader(encoder, TwoLogitReader)
     part = pack(encoded, np.arange(5))[0]
     with torch.no_grad():
         found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
@@ -148,7 +153,8 @@ def two_logits(model, encoder, encoded):
 
 
 def test_two_logit_predictions_add_the_ends(encoder):
-    encoded, model = examples(), reader(encoder, TwoLogitReader)
+    encoded = examples()
+    model = reader(encoder, TwoLogitReader)
     starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)
     for i, (start, end, allowed) in enumerate(two_logits(model, encoder, encoded)):
         allowed[0] = True

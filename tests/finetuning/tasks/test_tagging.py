@@ -55,7 +55,8 @@ def seqeval_scores(truth, predicted):
 
 
 def test_nothing_found_and_nothing_there():
-    nothing, something = ids_of(IOB2, "O O"), ids_of(IOB2, "B-PER O")
+    nothing = ids_of(IOB2, "O O")
+    something = ids_of(IOB2, "B-PER O")
     zeros = {"precision": 0, "recall": 0, "f1": 0}
     assert tag_scores(task_of(IOB2), nothing, nothing) == zeros | {"accuracy": 1}
     assert tag_scores(task_of(IOB2), nothing, something) == zeros | {"accuracy": 0.5}
@@ -99,7 +100,8 @@ def test_the_tagger_has_the_logits_of_transformers(tagger):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = next(tokens for tokens, _ in tagged_sentences(50, 9, (60, 80)))
     pieces = [tokenizer.encode(word, add_special_tokens=False) for word in words]
-    flat, first = [piece for each in pieces for piece in each], np.cumsum([0, *map(len, pieces)])
+    flat = [piece for each in pieces for piece in each]
+    first = np.cumsum([0, *map(len, pieces)])
     spans = squad_reference.chunk_spans(len(flat), 46, 12)
     outputs = []
     for start, length in spans:
@@ -133,7 +135,9 @@ def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
     )
     train = tmp_path / "train.jsonl"
     train.write_text(json.dumps({"text": "タワーのタワー", "spans": [[0, 3, "X"], [4, 7, "X"]]}) + "\n")
-    data, method, config = read_tagging(train, train, None), Tagging(), FinetuneSection()
+    data = read_tagging(train, train, None)
+    method = Tagging()
+    config = FinetuneSection()
     tokenizer = Tokenizer(tmp_path)
     features = method.features(tokenizer, data.train, config)
     targets = method.training_set(tokenizer, data.task, data.train, config).targets
@@ -146,7 +150,8 @@ def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
 
 def test_tags_of_a_file(tagger, conll_folder, tmp_path):
     """The words of long sentences come from several chunks."""
-    folder, found = tagger[0] / "seed-0", tagger[1]
+    folder = tagger[0] / "seed-0"
+    found = tagger[1]
     assert found["metric"] == "f1" and found["median"] > 0.9
     run = in_process.run("predict", folder / "model", conll_folder / "dev.conll")
     answers = [json.loads(line) for line in run.stdout.splitlines()]

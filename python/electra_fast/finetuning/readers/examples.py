@@ -133,7 +133,8 @@ def read_examples(
             how = f"{part} are set aside as the dev split (seed {seed}); give your own with --dev"
             parser.notes.append(f"{train}: {how}")
         rest = np.delete(np.arange(len(whole.texts)), chosen)
-        splits["train"], splits["dev"] = select(whole, "train", rest), select(whole, "dev", np.sort(chosen))
+        splits["train"] = select(whole, "train", rest)
+        splits["dev"] = select(whole, "dev", np.sort(chosen))
     task = parser.complete(task, splits)
     text_columns, label_columns = parser.columns(files)
     return TaskData(
@@ -211,7 +212,8 @@ def grouped_rows(
 def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
     """Numbers the groups of rows with equal texts or values, from 0; rows without words or value are in none."""
     known: dict[str, list[str]] = {}
-    first, parent = dict[tuple[str, Any], int](), list(range(len(whole.texts)))
+    first = dict[tuple[str, Any], int]()
+    parent = list(range(len(whole.texts)))
 
     def root(row: int) -> int:
         while parent[row] != row:
@@ -219,7 +221,8 @@ def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
         return row
 
     for row, texts in enumerate(whole.texts):
-        key, value = text_key(texts, known), values[row] if values else None
+        key = text_key(texts, known)
+        value = values[row] if values else None
         for kind, name in (("text", key.strip()), ("value", "" if value is None else str(value))):
             if name:
                 parent[root(row)] = root(first.setdefault((kind, key if kind == "text" else name), row))
@@ -241,7 +244,8 @@ def _parts(counts: Sequence[Counter[int]], shares: Sequence[float], seed: int) -
     for own in counts:
         totals.update(own)
     filled = [Counter[int]() for _ in shares]
-    parts, order = np.zeros(len(counts), np.int64), np.random.default_rng(seed).permutation(len(counts)).tolist()
+    parts = np.zeros(len(counts), np.int64)
+    order = np.random.default_rng(seed).permutation(len(counts)).tolist()
     for group in sorted(order, key=lambda group: -counts[group][_ROWS]):
         costs = [
             sum(((have[label] + n) ** 2 - have[label] ** 2) / totals[label] ** 2 for label, n in counts[group].items())
@@ -282,7 +286,8 @@ def stratified(groups: NDArray[np.int64], num_wanted: int, seed: int) -> NDArray
 def covering(has_label: NDArray[np.bool_], num_wanted: int, seed: int) -> NDArray[np.intp]:
     """Chooses rows such that every label of two or more is among them and among the others, where that is possible."""
     order = np.random.default_rng(seed).permutation(len(has_label))
-    left, chosen = has_label.sum(0), dict[int, None]()
+    left = has_label.sum(0)
+    chosen = dict[int, None]()
 
     def choose(rows: NDArray[np.intp], number: int) -> None:
         for row in rows:

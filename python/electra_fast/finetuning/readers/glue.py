@@ -33,7 +33,8 @@ SENTENCE_PAIR = ("sentence1", "sentence2")
 # The published QQP and MNLI training files hold a few malformed lines.
 MAX_MALFORMED_SHARE = 0.01
 MAX_SIMILARITY = 5.0
-UNDECIDED, UNKNOWN = -1, -2
+UNDECIDED = -1
+UNKNOWN = -2
 MRPC_ORIGINAL = ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "dev_ids.tsv")
 MRPC_IDS = ("#1 ID", "#2 ID")
 
@@ -144,7 +145,8 @@ def read(name: str, folder: Path) -> TaskData:
 
     Raises FileNotFoundError, or InputError if a file cannot be used, with the line and the remedy.
     """
-    glue, folder = TASKS[name], locate(name, folder)
+    glue = TASKS[name]
+    folder = locate(name, folder)
     notes: list[str] = []
     if name == "mrpc" and not _files(folder, "train"):
         return _read_original_mrpc(glue, folder)
@@ -226,7 +228,8 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _diagnostic_files(folder: Path) -> list[Path]:
-    names, above = ("diagnostic/diagnostic.tsv", "diagnostic.tsv", "AX.tsv"), folder.absolute().parent
+    names = ("diagnostic/diagnostic.tsv", "diagnostic.tsv", "AX.tsv")
+    above = folder.absolute().parent
     paths = [place / name for place in (folder, above) for name in names]
     return list(filter(Path.is_file, paths))[:1] or _files(above / "ax", "test")
 
@@ -272,9 +275,13 @@ def _read_split(
     glue: GlueTask, name: str, files: list[Path], notes: list[str], id_columns: tuple[str, ...] = ()
 ) -> Split:
     """Reads a split's files; ids are the joined `id_columns`, by default the index column if there is one."""
-    path, is_test = files[0], name != "train" and not name.startswith("dev")
-    places, labels, texts = [], [], []
-    ids, malformed = list[str](), list[int]()
+    path = files[0]
+    is_test = name != "train" and not name.startswith("dev")
+    places = []
+    labels = []
+    texts = []
+    ids = list[str]()
+    malformed = list[int]()
     for file in files:
         columns, records = _open(glue, name, file, id_columns)
         for line, cells in records:
@@ -332,7 +339,9 @@ def _open(
         expected = " and ".join(glue.texts[-1])
         raise InputError(f"{path}: no columns {expected}; {there_are(names)}")
     if texts is None:
-        texts, names, records = glue.texts[0], glue.official_columns(name), itertools.chain([first], records)
+        texts = glue.texts[0]
+        names = glue.official_columns(name)
+        records = itertools.chain([first], records)
     label = next((names.index(column) for column in LABEL_COLUMNS if column in names), None)
     if label is None and (name == "train" or name.startswith("dev")):
         raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
@@ -356,14 +365,16 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
 def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) -> NDArray[Any]:
     if not glue.task.labels:
         values = np.array([float(label) if is_number(label) else math.nan for label in labels])
-        wrong, allowed = ~((values >= 0) & (values <= MAX_SIMILARITY)), f"a number from 0 to {MAX_SIMILARITY:g}"
+        wrong = ~((values >= 0) & (values <= MAX_SIMILARITY))
+        allowed = f"a number from 0 to {MAX_SIMILARITY:g}"
     else:
         digits = tuple(map(str, range(len(glue.task.labels))))
         names = [*dict.fromkeys((*glue.task.labels, *glue.words, *digits))]
         codes = {word: code for words in (digits, glue.task.labels, glue.words) for code, word in enumerate(words)}
         codes |= {"-": UNDECIDED} if glue.task.name == "mnli" else {}
         values = np.array([codes.get(label, UNKNOWN) for label in labels], dtype=np.int64)
-        wrong, allowed = values == UNKNOWN, ", ".join(names)
+        wrong = values == UNKNOWN
+        allowed = ", ".join(names)
     if wrong.any():
         row = int(wrong.argmax())
         raise InputError(f"{place(*places[row])}: the label is {abbreviated(labels[row])}; it can be {allowed}")

@@ -66,7 +66,9 @@ class LabelReader:
         separator: str,
         mapping: Mapping[str, str],
     ) -> None:
-        self._separator, self._columns, self._given = separator, columns, given
+        self._separator = separator
+        self._columns = columns
+        self._given = given
         self.has_lists = bool(separator) or are_lists(values)
         lists = [self._items_of(value) for value in values] if self.has_lists else []
         self.flags = tuple(columns) if len(columns) > 1 else _flag_names(place, lists, given)
@@ -290,7 +292,8 @@ def _flag_names(place: Callable[[int], str], lists: Sequence[list[Any]], given: 
     if not texts or not texts <= _FLAGS.keys():
         return ()
     sizes = Counter(len(cell) for cell in lists if cell)
-    size, are_pairs = sizes.most_common(1)[0][0], sizes.keys() == {2}
+    size = sizes.most_common(1)[0][0]
+    are_pairs = sizes.keys() == {2}
     repeat = any(len({*map(str, cell)}) < len(cell) for cell in lists)
     are_given = {text.removesuffix(".0") for text in texts} <= {*map(str.lower, given)}
     if given and len(given) == size and (are_pairs or repeat or not are_given):

@@ -70,7 +70,8 @@ MAX_SPARSE_CLASSES = 1000
 
 _LABEL_COLUMNS = tuple((name,) for name in LABEL_COLUMNS)
 _DIGITS = re.compile(r"[+-]?[0-9.,]*[0-9][0-9.,]*")
-_DECIMAL_COMMA, _THOUSANDS = re.compile(r"[+-]?[0-9]+(,[0-9]+)?"), re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+(,[0-9]+)?")
+_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
 
 
 @dataclass(kw_only=True)
@@ -231,7 +232,8 @@ class _TextParser(Parser[_File]):
             check_labeled(file.name, file.path, len(file.usable))
         if self.reader is None:
             return Task(name=self.kind, kind=self.kind, metric="spearman")
-        train, is_multi_label = self.train, self.reader.is_multi_label
+        train = self.train
+        is_multi_label = self.reader.is_multi_label
         found = {name for names in train.labels for name in names}
         if len(found) < (1 if is_multi_label else 2):
             unlabeled = (note for note in self.notes if note.startswith(f"{train.path}: ") and "no label" in note)
@@ -307,7 +309,9 @@ class _TextParser(Parser[_File]):
         if given and len(given) != len(trained):
             there = f"the training file has {len(trained)}: {', '.join(trained)}"
             raise InputError(f"{flag} names {', '.join(given)}; {there}")
-        path, available, names = table.path, table.names(), given or trained
+        path = table.path
+        available = table.names()
+        names = given or trained
         if not given and not set(names) <= set(available):
             found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
             if len(found) == 1:
@@ -362,7 +366,10 @@ class _TextParser(Parser[_File]):
 
     def _read_file(self, file: _File, read_cells: Callable[[Sequence[Any], str], Any]) -> None:
         """Reads the rows of a file; leaves those without a label out, except in a test file."""
-        table, is_test, signs, unlabeled = file.table, file.name == "test", Counter[str](), list[int]()
+        table = file.table
+        is_test = file.name == "test"
+        signs = Counter[str]()
+        unlabeled = list[int]()
         rejected = rejected_rows(file.path, file.rows, file.text + file.label, self.notes, is_test=is_test)
         for row, values in enumerate(file.rows):
             if row in rejected:
@@ -381,7 +388,8 @@ class _TextParser(Parser[_File]):
                 file.usable.append(row)
                 file.labels.append(label)
         if is_test and all(label in (None, -1) for label in file.labels):  # hidden
-            file.label, unlabeled = (), []
+            file.label = ()
+            unlabeled = []
         self.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
 
     def _check_known(self, file: _File, number: int) -> None:
@@ -507,7 +515,8 @@ def _standardized(task: Task, train: Split) -> Task:
     if values.min() == values.max():
         raise InputError(f"{train.path}: every training value is {values[0]:g}; there is nothing to learn from it")
     with np.errstate(over="ignore", invalid="ignore"):
-        shift, scale = float(values.mean()), float(values.std())
+        shift = float(values.mean())
+        scale = float(values.std())
     smallest, largest = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
     # Double precision has 15 digits, and a value needs six of its deviation.
     if not (abs(shift) < largest and max(smallest, 1e-9 * abs(shift)) < scale < largest):

@@ -188,7 +188,8 @@ def _text(where: str, fields: Fields, names: tuple[str, ...], value: Any) -> str
 
 def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ...]:
     """Returns the answers except empty ones; raises InputError if they contradict `is_impossible`."""
-    where, fields = question.place, question.fields
+    where = question.place
+    fields = question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
     value = fields[DETECTED] if is_detected else first_of(fields, columns.answers)
     items = list(_items(where, _structure(where, value)))

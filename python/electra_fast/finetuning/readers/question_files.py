@@ -61,7 +61,8 @@ def read_squad(name: str, folder: Path) -> TaskData:
 
     Raises FileNotFoundError, or InputError if a file cannot be used, with the place and the remedy.
     """
-    parser, splits = _QuestionParser("auto", 0, "", Columns(), name == "squad2"), dict[str, Split]()
+    parser = _QuestionParser("auto", 0, "", Columns(), name == "squad2")
+    splits = dict[str, Split]()
     for split, parts in _squad_files(name, folder).items():
         found = json_entries((each for objects in parts.values() for each in objects), parser.names)
         splits[split] = parser.examples(split, next(iter(parts)), found, has_columns=split != "train")
@@ -116,7 +117,8 @@ def read_answered(
     `trained` are the columns that were chosen in training. Other arguments, and what it raises, are those of
     `read_questions`.
     """
-    text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
+    text = text or next(iter(trained[0]), ())
+    label = label or next(iter(trained[1]), ())
     parser = _QuestionParser(quoting, skip_bad_rows, "", Columns.chosen(text, label))
     split = parser.read({"data": path})["data"]
     return split, [*parser.notes, *parser.bad.finish(), *_scoring_notes(split)]
@@ -129,7 +131,8 @@ def iterate_questions(
 
     The id is the question's 0-based number if the file has none. Raises as `read_questions` does.
     """
-    columns, seen = Columns.chosen(text), set[str]()
+    columns = Columns.chosen(text)
+    seen = set[str]()
     for number, entry in enumerate(entries(path, columns, quoting)):
         question = question_of(entry, columns)
         yield _new_id(number, question, seen), question.question, question.context
@@ -187,7 +190,8 @@ class _QuestionParser(Parser[Split]):
         unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)
         if unit != CHARACTERS:
             self.notes.append(f"{path}: answer_start counts {unit}, as the texts of the answers show; converted")
-        answers, moved = dict[str, tuple[Answer, ...]](), list[str]()
+        answers = dict[str, tuple[Answer, ...]]()
+        moved = list[str]()
         for id, (question, own) in questions.items():
             with self.bad.collect():
                 if not own and self.has_unanswerable is False:

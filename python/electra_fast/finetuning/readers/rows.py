@@ -38,7 +38,9 @@ class BadRows:
     """
 
     def __init__(self, allowed: int = 0) -> None:
-        self.allowed, self.number, self._shown = allowed, 0, list[str]()
+        self.allowed = allowed
+        self.number = 0
+        self._shown = list[str]()
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:

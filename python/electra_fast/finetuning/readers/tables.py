@@ -177,7 +177,8 @@ def iterate_rows(
 
 def _with_fields(loaded: Loaded, names: Sequence[str]) -> Loaded:
     """Adds fields of objects in columns, given by dotted names, as columns."""
-    columns, read = loaded.columns, loaded.read
+    columns = loaded.columns
+    read = loaded.read
     parts = {name: name.split(".") for name in names if columns is None or name not in columns}
     parts = {name: own for name, own in parts.items() if columns is None or own[0] in columns}
 
@@ -210,7 +211,8 @@ class _Part(NamedTuple):
 
 def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
     parts = _folder_parts(folder)
-    first, given = parts[0], tuple(parts[0].columns)
+    first = parts[0]
+    given = tuple(parts[0].columns)
     if first.is_text:
 
         def texts(_: Sequence[str]) -> Iterator[Record]:
@@ -221,7 +223,9 @@ def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
         note = f"{folder}: {len(parts):,} files, each a text with the name of its folder as label"
         return OpenTable(path=folder, format=".txt", columns=("text", *given), read=texts, notes=[note])
     with open_table(first.path, quoting=dialect) as table:
-        names, notes, class_names = table.columns, table.notes, table.class_names
+        names = table.columns
+        notes = table.notes
+        class_names = table.class_names
     if repeated := {*given} & {*(names or ())}:
         raise InputError(f"{first.path}: the column {min(repeated)!r} is in the folder's name too; rename one")
 

@@ -105,7 +105,8 @@ def column_sentences(
         if path.suffix.lower() == ".csv":
             table = stack.enter_context(open_table(path, quoting=quoting))
             notes += table.notes
-            names, blocks = list(table.names()), _table_blocks(table.rows(bad_rows=bad))
+            names = list(table.names())
+            blocks = _table_blocks(table.rows(bad_rows=bad))
         else:
             names, blocks = _named_blocks(path, text, label or ())
         sample = list(itertools.islice(blocks, _SAMPLE) if label is None else blocks)

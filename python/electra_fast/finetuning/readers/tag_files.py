@@ -105,12 +105,17 @@ def read_tagged(
     `trained` are the columns that were chosen in training. Sentences with a tag that the task lacks are bad rows.
     `labels` are the names of tags that are numbers. Other arguments, and what it raises, are those of `read_tagging`.
     """
-    text, label = text or next(iter(trained[0]), ()), label or next(iter(trained[1]), ())
+    text = text or next(iter(trained[0]), ())
+    label = label or next(iter(trained[1]), ())
     parser = _TagParser(quoting, skip_bad_rows, "", text, label, labels, scheme)
     sentences = parser.read({"data": path})["data"]
-    what, name = "tags", lambda tag: tag
-    if task.scheme != "none":
-        what, name = "entity types", lambda tag: split_tag(tag)[1]
+    is_plain = task.scheme == "none"
+    what = "tags" if is_plain else "entity types"
+
+    def name(tag: str) -> str:
+        return tag if is_plain else split_tag(tag)[1]
+
+    if not is_plain:
         found, notation = parser.scheme(sentences, [*map(name, task.labels)])
         if found == "none":
             raise InputError(f"{path}: tags are labels, but the model's delimit entities; choose --label or --scheme")
@@ -169,7 +174,8 @@ class _TagParser(Parser[list[Sentence]]):
         return {name: self._sentences(path, is_test=name == "test") for name, path in paths.items()}
 
     def task(self, files: dict[str, list[Sentence]]) -> Task:
-        train, labels = files["train"], self.labels
+        train = files["train"]
+        labels = self.labels
         self.known = "--labels names" if labels else f"{train[0].path} has"
         scheme, notation = self.scheme(train)
         if scheme != "none":
@@ -195,9 +201,11 @@ class _TagParser(Parser[list[Sentence]]):
         def check(sentence: Sentence) -> None:
             for word, tag in enumerate(sentence.tags or ()):
                 if tag not in ids:
-                    kind, names = "tag", task.labels
+                    kind = "tag"
+                    names = task.labels
                     if task.scheme != "none":
-                        kind, names = "entity type", tuple(split_tag(label)[1] for label in task.labels[1::2])
+                        kind = "entity type"
+                        names = tuple(split_tag(label)[1] for label in task.labels[1::2])
                         tag = split_tag(tag)[1]
                     what = f"unknown {kind} {tag!r}; {self.known}: {listed(names)}"
                     raise InputError(f"{sentence.place(word)}: {what}; name all with --labels, or remove it")
@@ -269,7 +277,9 @@ class _TagParser(Parser[list[Sentence]]):
 
         `known` are the entity types of a trained model.
         """
-        path, has_spans, name = train[0].path, train[0].has_spans, self.chosen_scheme
+        path = train[0].path
+        has_spans = train[0].has_spans
+        name = self.chosen_scheme
         scheme = "IOB2" if has_spans else "none"
         if name != "auto":
             scheme = scheme_named(name)

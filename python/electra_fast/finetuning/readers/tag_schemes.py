@@ -134,7 +134,8 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
             entities.append((start, word, type_))
             start = None
         if start is None and prefix != "O":
-            start, type_ = word, own
+            start = word
+            type_ = own
         if start is not None and prefix in "ES":
             entities.append((start, word + 1, type_))
             start = None
@@ -155,7 +156,8 @@ def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
     pairs = pairwise([_OUTSIDE, *map(split_tag, tags), _OUTSIDE])
     for word, ((prefix_before, type_before), (prefix, type_)) in enumerate(pairs):
         if scheme == "IOBES":
-            is_open, continues = prefix_before in "BI", prefix in "IE"
+            is_open = prefix_before in "BI"
+            continues = prefix in "IE"
             if is_open != continues or (is_open and type_ != type_before):
                 words |= {word - 1} if is_open else set()
                 words |= {word} if continues else set()
@@ -234,7 +236,8 @@ def are_types(tags: Counter[str], outside: str, known: Collection[str] = ()) -> 
     prefixed = [tag for tag in tags if tag != outside and tag not in bare]
     if not bare.isdisjoint(known) and not {*prefixed}.isdisjoint(known):
         return True
-    prefixes, types = {tag[0] for tag in prefixed}, {tag[2:] for tag in prefixed}
+    prefixes = {tag[0] for tag in prefixed}
+    types = {tag[2:] for tag in prefixed}
     are_single = "I" not in prefixes and len(prefixes) == len(prefixed) == len(types - bare - {""}) > 0
     are_few = len(prefixed) + ("B" in prefixes) <= len(bare)
     return are_single and are_few and tags[outside] >= MIN_OUTSIDE * tags.total()

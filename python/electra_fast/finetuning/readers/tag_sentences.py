@@ -36,8 +36,10 @@ from electra_fast.finetuning.readers.tables import Quoting, open_table
 from electra_fast.finetuning.readers.tag_schemes import Entity, from_entities
 from electra_fast.finetuning.readers.words import Words, places_of, words_of_text
 
-WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("tags", "ner_tags", "labels", "pos_tags")
-TEXT_COLUMNS, SPAN_COLUMNS = ("text", "sentence"), ("spans", "entities", "labels", "label", "ents", "annotations")
+WORD_COLUMNS = ("tokens", "words")
+TAG_COLUMNS = ("tags", "ner_tags", "labels", "pos_tags")
+TEXT_COLUMNS = ("text", "sentence")
+SPAN_COLUMNS = ("spans", "entities", "labels", "label", "ents", "annotations")
 _PAIRS = (
     *itertools.product(WORD_COLUMNS, TAG_COLUMNS),
     *itertools.product(TEXT_COLUMNS, SPAN_COLUMNS),
@@ -135,7 +137,8 @@ def _read_row(
     path: Path, number: int, line: int, row: Row, chosen: tuple[str, str], labels: Sequence[str], has_spans: bool
 ) -> Sentence:
     """Reads a row. If some row of the file `has_spans`, an empty list means no spans rather than no tags."""
-    where, target = place(path, line), row.get(chosen[1])
+    where = place(path, line)
+    target = row.get(chosen[1])
     if target is None and row.get("answer") == "accept":
         target = []  # Prodigy leaves it out
     content, text, words = row_text(path, line, row, chosen[0])
@@ -241,7 +244,8 @@ def row_columns(
         check_single(names, flag)
         if flag == "--text" or not is_test:
             check_columns(path, available, names, flag)
-    texts, targets = text or (*WORD_COLUMNS, *TEXT_COLUMNS), label or (*TAG_COLUMNS, *SPAN_COLUMNS)
+    texts = text or (*WORD_COLUMNS, *TEXT_COLUMNS)
+    targets = label or (*TAG_COLUMNS, *SPAN_COLUMNS)
     pairs = itertools.product(texts, targets) if text or label else iter(_PAIRS)
     found = next((pair for pair in pairs if len({*pair} & {*available}) == 2), None)
     if found:
@@ -335,13 +339,15 @@ class Convention:
 
     def place(self, text: str | Sequence[str], span: Span) -> tuple[int, int] | None:
         """Returns a span's code points or words; None if it is empty, not in the text or splits a character."""
-        start, end = span.start - self.first, span.end - self.first + self.inclusive
+        start = span.start - self.first
+        end = span.end - self.first + self.inclusive
         if isinstance(text, str) and self.unit != "code points" and not text.isascii():
             encoding = "utf-16-le" if self.unit == "UTF-16 units" else "utf-8"
             first, last = (code_point(text, encoding, offset) for offset in (start, end))
             if first is None or last is None:
                 return None
-            start, end = first, last
+            start = first
+            end = last
         return (start, end) if 0 <= start < end <= len(text) else None
 
 
@@ -370,7 +376,8 @@ def find_convention(rows: Iterable[SpannedText]) -> Convention:
     for convention in _CONVENTIONS:
         found = sum(not _fits(row, span, convention, at_words=True) for row, span in pairs)
         if found < misfits and (has_texts or not found):
-            best, misfits = convention, found
+            best = convention
+            misfits = found
     return best
 
 
@@ -449,7 +456,8 @@ def placed_spans(where: str, row: SpannedText, convention: Convention) -> tuple[
 
 
 def _placed(where: str, row: SpannedText, span: Span, convention: Convention) -> Span:
-    here, place = f"{where}: the span {span.start} to {span.end}", convention.place(row.text, span)
+    here = f"{where}: the span {span.start} to {span.end}"
+    place = convention.place(row.text, span)
     if place is None:
         size = f"{len(row.text):,} {'characters' if isinstance(row.text, str) else 'words'}"
         counted = convention.described(row.text)

@@ -50,7 +50,8 @@ class TextFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._num_waiting = path, 0
+        self.path = path
+        self._num_waiting = 0
         self.is_regular = path != STANDARD_INPUT and path.is_file()
         if path != STANDARD_INPUT and not path.exists():
             raise FileNotFoundError(f"{path}: no such file")
@@ -95,7 +96,10 @@ class TextFile:
         """
         self._check_text()
         decoder = codecs.getincrementaldecoder(self.encoding)()
-        number, offset, parts, end = 0, len(self._mark), [""], "\n"
+        number = 0
+        offset = len(self._mark)
+        parts = [""]
+        end = "\n"
         for chunk in itertools.chain((self.head[offset:],), iter(self._read, b""), (b"",)):
             pending = len(decoder.getstate()[0])
             try:
@@ -110,9 +114,11 @@ class TextFile:
             if end not in text and chunk:
                 continue
             *whole, rest = "".join(parts).split(end)
-            parts, self._num_waiting = [rest], len(whole)
+            parts = [rest]
+            self._num_waiting = len(whole)
             for line in whole:
-                number, self._num_waiting = number + 1, self._num_waiting - 1
+                number = number + 1
+                self._num_waiting = self._num_waiting - 1
                 yield line + "\n"
         if parts[0]:
             yield parts[0]

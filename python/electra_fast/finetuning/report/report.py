@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Answered = tuple[Split, Sequence[Prediction]]
 """Examples with gold labels, and an answer for each."""
 # Rows of a table, and characters of a cell, in report.md; report.json has all.
-_MAX_ROWS, _MAX_CHARACTERS = 25, 160
+_MAX_ROWS = 25
+_MAX_CHARACTERS = 160
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def make_report(
     if train is not None:
         facts |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
         if sizes := task_type.label_counts(task, train):
-            shares, text = label_shares(sizes, task_type.label_counts(task, split)), "The largest differences first."
+            shares = label_shares(sizes, task_type.label_counts(task, split))
+            text = "The largest differences first."
             sections.append(Section("label_shares", shares, "Labels in train and dev", text))
         text = (
             "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard "
@@ -144,7 +146,8 @@ def _picture(draw: Callable[[Figure], None]) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure, content = Figure(layout="constrained"), BytesIO()
+    figure = Figure(layout="constrained")
+    content = BytesIO()
     with rc_context({"axes.labelsize": 9, "legend.fontsize": 8}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of characters that the font lacks
         draw(figure)

@@ -60,7 +60,8 @@ def errors_section(rows: Iterable[Row]) -> Section:
 def of_classes(labels: Sequence[str], split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
     """Yields scores by class, confusions, calibration of the predicted class, and the surest errors."""
     ids = {label: number for number, label in enumerate(labels)}
-    gold, predicted = np.asarray(split.targets), np.array([ids[answer["label"]] for answer in answers], np.int64)
+    gold = np.asarray(split.targets)
+    predicted = np.array([ids[answer["label"]] for answer in answers], np.int64)
     confidence = np.array([answer["scores"][answer["label"]] for answer in answers])
     wrong = np.flatnonzero(gold != predicted)
     yield from class_sections(labels, gold, predicted)
@@ -113,11 +114,14 @@ def class_sections(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray
     """
     from sklearn.metrics import multilabel_confusion_matrix, precision_recall_fscore_support
 
-    ids, names = np.arange(len(labels)), ("precision", "recall", "f1")
+    ids = np.arange(len(labels))
+    names = ("precision", "recall", "f1")
     scores_4C = precision_recall_fscore_support(gold, predicted, labels=ids, zero_division=0.0)
     scores_3C = np.array(scores_4C[:3])
     counts_C22 = multilabel_confusion_matrix(gold, predicted, labels=ids)
-    correct_C, support_C, predicted_C = counts_C22[:, 1, 1], counts_C22[:, 1].sum(1), counts_C22[:, :, 1].sum(1)
+    correct_C = counts_C22[:, 1, 1]
+    support_C = counts_C22[:, 1].sum(1)
+    predicted_C = counts_C22[:, :, 1].sum(1)
     by_class = {
         label: dict(zip(names, scores_3C[:, c].tolist(), strict=True))
         | {"support": int(support_C[c]), "predicted": int(predicted_C[c]), "correct": int(correct_C[c])}
@@ -260,7 +264,8 @@ def draw_values(figure: Figure, gold: NDArray[np.float64], values: NDArray[np.fl
 def draw_groups(figure: Figure, groups: Mapping[str, Mapping[str, float]]) -> None:
     """Draws exact match and F1 of groups of questions, named with their numbers."""
     figure.set_size_inches(6.4, 4.0)
-    axes, places = figure.subplots(), np.arange(len(groups))
+    axes = figure.subplots()
+    places = np.arange(len(groups))
     for shift, name, color in ((-0.2, "exact_match", BLUE), (0.2, "f1", ORANGE)):
         heights = [group[name] for group in groups.values()]
         axes.bar(places + shift, heights, 0.4, color=color, label=name.replace("_", " "))

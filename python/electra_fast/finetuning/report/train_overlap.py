@@ -55,7 +55,8 @@ def find_duplicates(train: Split, dev: Split) -> list[Duplicate]:
     places: dict[str, int] = {}
     for row, texts in enumerate(train.texts):
         places.setdefault(text_key(texts, words), row)
-    found, others = dict[int, Duplicate](), dict[int, Words]()
+    found = dict[int, Duplicate]()
+    others = dict[int, Words]()
     for row, texts in enumerate(dev.texts):
         if not any(_words(text, words) for text in texts):
             continue
@@ -121,7 +122,8 @@ def _set(texts: Example, known: dict[str, list[str]]) -> Words:
 
 def _jaccard(one: Words, other: Words) -> float:
     """Returns the Jaccard index of the words, in pairs the lower one of both texts."""
-    common, every = one & other, one | other
+    common = one & other
+    every = one | other
     jaccard = len(common) / len(every)
     if jaccard < MIN_JACCARD or not any(place for place, _ in every):
         return jaccard

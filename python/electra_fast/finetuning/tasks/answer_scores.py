@@ -51,7 +51,8 @@ def squad_scores(
     `predictions` are the best answers by id, regardless of their odds. The odds are higher the less answerable a
     question seems; ties are in the mapping's order. Raises InputError for a question without a prediction or odds.
     """
-    ids, answers = split.ids, dict(zip(split.ids, split.gold, strict=True))
+    ids = split.ids
+    answers = dict(zip(split.ids, split.gold, strict=True))
     _check_complete("prediction", predictions, ids)
     raw = raw_scores(split, predictions, has_unanswerable=null_odds is not None)
     if null_odds is None:
@@ -115,7 +116,8 @@ def f1(predicted: list[str], annotated: list[str], *, has_unanswerable: bool, by
         num_shared = (Counter(predicted) & Counter(annotated)).total()
     if not num_shared:
         return float(has_unanswerable and predicted == annotated == [])
-    precision, recall = num_shared / len(predicted), num_shared / len(annotated)
+    precision = num_shared / len(predicted)
+    recall = num_shared / len(annotated)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -134,7 +136,8 @@ def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable
     for id, own, (_, context) in zip(split.ids, split.gold, split.texts, strict=True):
         by_characters = is_unspaced(context)
         units = units_of if by_characters else words_of
-        predicted, golds = units(predictions[id]), [units(answer.text) for answer in own]
+        predicted = units(predictions[id])
+        golds = [units(answer.text) for answer in own]
         golds = [gold for gold in golds if gold or not has_unanswerable] or [[]]
         rules = {"has_unanswerable": has_unanswerable, "by_characters": by_characters}
         raw["exact_match"][id] = float(predicted in golds)
@@ -147,7 +150,8 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
 
     Lengths count words, or characters in contexts written without spaces. `raw` has the `raw_scores`.
     """
-    by_length, by_word = dict[str, list[str]](), dict[str, list[str]]()
+    by_length = dict[str, list[str]]()
+    by_word = dict[str, list[str]]()
     first_words = [(question.lower().split() or [""])[0] for question, _ in split.texts]
     common = {word for word, count in Counter(filter(None, first_words)).most_common(_NUM_FIRST_WORDS) if count > 1}
     for id, own, (_, context), word in zip(split.ids, split.gold, split.texts, first_words, strict=True):
@@ -187,7 +191,8 @@ def _best_threshold(
         if id in raw:
             total += raw[id] if answers[id] else -bool(predictions[id])
         if total > best:
-            best, threshold = total, null_odds[id]
+            best = total
+            threshold = null_odds[id]
     return best / len(raw), threshold
 
 

@@ -54,7 +54,8 @@ def class_weights(
     if text == "none":
         return None, ""
     counts = np.bincount(targets, minlength=len(labels))
-    how, occurs = text, np.flatnonzero(counts)
+    how = text
+    occurs = np.flatnonzero(counts)
     share = counts.sum() / len(occurs)
     if text not in ("balanced", "auto"):
         weights = _given(text, labels, groups or {})
@@ -141,7 +142,8 @@ def choose_thresholds(probabilities_nC: NDArray[Any], targets_nC: NDArray[Any]) 
 
 def _threshold(probabilities: NDArray[Any], has_label: NDArray[np.bool_], prior: float) -> float:
     """Returns the threshold with the highest F1, of several the nearest to 0.5, drawn towards `prior`."""
-    num_examples, order = int(has_label.sum()), np.argsort(-probabilities)
+    num_examples = int(has_label.sum())
+    order = np.argsort(-probabilities)
     if not num_examples:
         return prior
     ordered = probabilities[order]

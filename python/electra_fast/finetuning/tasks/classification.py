@@ -141,7 +141,8 @@ class SequenceType(TeachableType):
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
         """Tokenizes all examples, with `finetune.both_orders` each pair in both orders."""
         split = _in_both_orders(split) if config.both_orders else split
-        texts, targets = split.texts, split.gold
+        texts = split.texts
+        targets = split.gold
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
             raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
@@ -231,14 +232,16 @@ class SequenceType(TeachableType):
             return head, state
         import torch
 
-        weight_CD, bias_C = state["head.classifier.weight"].float(), state["head.classifier.bias"].float()
+        weight_CD = state["head.classifier.weight"].float()
+        bias_C = state["head.classifier.bias"].float()
         num_outputs = len(bias_C)
         if 2 * num_outputs > width:
             raise InputError(
                 f"a raw head of {num_outputs} labels does not fit into the head of `transformers`, of width {width}; "
                 'use finetune.head = "transformers"'
             )
-        both, unused = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs))), width - 2 * num_outputs
+        both = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs)))
+        unused = width - 2 * num_outputs
         return "transformers", {
             **state,
             "head.dense.weight": torch.nn.functional.pad(both @ weight_CD, (0, 0, 0, unused)),
@@ -346,7 +349,8 @@ class MultiLabel(SequenceType):
         return sigmoid_divergence(outputs_nC, answers_nC, temperature)
 
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
-        counts, text = targets.sum(0).astype(np.int64), config.class_weights
+        counts = targets.sum(0).astype(np.int64)
+        text = config.class_weights
         text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
         balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
         weights, note = class_weights(text, task.labels, np.nonzero(targets)[1], balanced=balanced)
@@ -373,7 +377,8 @@ class MultiLabel(SequenceType):
     def scores(self, task: Task, split: Split, features: Features, outputs: Any, earlier: Scores) -> dict[str, Any]:
         """Returns the `metrics`, also with thresholds of 0.5, and for the first split the labels' `thresholds`."""
         targets, logits = _labeled(split, outputs)
-        at_half, chosen = self.metrics(task, targets, logits), dict[str, Any]()
+        at_half = self.metrics(task, targets, logits)
+        chosen = dict[str, Any]()
         if not earlier:
             thresholds = choose_thresholds(sigmoid(finite(logits)), targets)
             chosen = {"thresholds": dict(zip(task.labels, thresholds.tolist(), strict=True))}
@@ -394,7 +399,8 @@ class MultiLabel(SequenceType):
         """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
         from sklearn.metrics import accuracy_score, f1_score
 
-        truth, predicted = np.asarray(targets) > 0, sigmoid(finite(outputs)) > thresholds
+        truth = np.asarray(targets) > 0
+        predicted = sigmoid(finite(outputs)) > thresholds
         occurs = (truth | predicted).any(0)  # the labels that scikit-learn averages over where there is one per text
         by_label = f1_score(truth, predicted, average=None, zero_division=0.0)[occurs]
         return {

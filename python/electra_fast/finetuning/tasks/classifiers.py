@@ -49,7 +49,8 @@ class SequenceClassifier(TeachableModel):
         head_dropout: float = 0.0,
     ) -> None:
         super().__init__(shape, make_head(head, shape, num_outputs, on_tokens=False), head, head_dropout)
-        self._losses, self._divergences = losses, divergences
+        self._losses = losses
+        self._divergences = divergences
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         return self._losses(self.outputs(inputs, compute, key), targets)

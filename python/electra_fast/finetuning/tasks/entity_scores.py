@@ -33,13 +33,16 @@ def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[
 
     `targets` and `predicted` are the tag ids of each sentence, [words].
     """
-    truth, outputs = np.concatenate(targets), np.concatenate(predicted)
+    truth = np.concatenate(targets)
+    outputs = np.concatenate(predicted)
     accuracy = {"accuracy": float((truth == outputs).mean())}
     if task.scheme == "none":
         from sklearn.metrics import f1_score  # takes long, and predictions need none
 
         return accuracy | {"f1_macro": float(f1_score(truth, outputs, average="macro", zero_division=0.0))}
-    gold, found, correct = Counter[str](), Counter[str](), Counter[str]()
+    gold = Counter[str]()
+    found = Counter[str]()
+    correct = Counter[str]()
     for own, others in zip(_entities(task, targets), _entities(task, predicted), strict=True):
         for counter, entities in ((gold, own), (found, others), (correct, {*own} & {*others})):
             counter.update(type_ for _, _, type_ in entities)
@@ -69,8 +72,10 @@ def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[st
 
 def tag_sections(task: Task, split: Split, predicted: Sequence[NDArray[Any]]) -> Iterator[Section]:
     """Yields scores by entity type or tag, partial matches, confusions of words' tags, and the worst sentences."""
-    words, is_plain = (np.concatenate(split.gold), np.concatenate(predicted)), task.scheme == "none"
-    gold, found = _entities(task, split.gold), _entities(task, predicted)
+    words = (np.concatenate(split.gold), np.concatenate(predicted))
+    is_plain = task.scheme == "none"
+    gold = _entities(task, split.gold)
+    found = _entities(task, predicted)
     if is_plain:
         yield from class_sections(task.labels, *words)
     else:
@@ -140,7 +145,8 @@ def _partners(
     gold: Sequence[Entity], found: Sequence[Entity], preference: Callable[[Entity, Entity], tuple[float, ...]]
 ) -> list[tuple[Entity | None, Entity | None]]:
     """Returns the annotated and the predicted entities in pairs, None for no partner."""
-    left, pairs = list(gold), list[tuple[Entity | None, Entity | None]]()
+    left = list(gold)
+    pairs = list[tuple[Entity | None, Entity | None]]()
     for own in found:
         overlapping = [each for each in left if each[0] < own[1] and own[0] < each[1]]
         partner = min(overlapping, key=lambda each: preference(each, own), default=None)
@@ -154,7 +160,8 @@ def _match(scheme: str, gold: Entity | None, own: Entity | None) -> str:
     """Returns how a scheme counts a pair."""
     if gold is None or own is None:
         return "spurious" if gold is None else "missed"
-    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    is_span = gold[:2] == own[:2]
+    is_type = gold[2] == own[2]
     if scheme == "partial":
         return "correct" if is_span else "partial"
     is_right = {"strict": is_span and is_type, "exact": is_span, "type": is_type}[scheme]
@@ -165,18 +172,21 @@ def _outcome(gold: Entity, own: Entity | None) -> str:
     """Returns what became of an annotated entity, given its partner."""
     if own is None:
         return "missed"
-    is_span, is_type = gold[:2] == own[:2], gold[2] == own[2]
+    is_span = gold[:2] == own[:2]
+    is_type = gold[2] == own[2]
     return ("correct" if is_type else "wrong_type") if is_span else ("wrong_span" if is_type else "wrong_both")
 
 
 def _matching(counts: Counter[str]) -> Row:
     correct = counts["correct"] + counts["partial"] / 2
-    num_predicted, num_gold = counts.total() - counts["missed"], counts.total() - counts["spurious"]
+    num_predicted = counts.total() - counts["missed"]
+    num_gold = counts.total() - counts["spurious"]
     names = ("correct", "incorrect", "partial", "missed", "spurious")
     return precision_recall_f1(correct, num_predicted, num_gold) | {name: counts[name] for name in names}
 
 
 def _spans(split: Split, row: int, entities: Iterable[Entity]) -> list[Row]:
     assert split.words is not None
-    text, words = split.texts[row][0], split.words[row]
+    text = split.texts[row][0]
+    words = split.words[row]
     return [{"label": type_, "text": text[words[a, 0] : words[b - 1, 1]]} for a, b, type_ in sorted(entities)]

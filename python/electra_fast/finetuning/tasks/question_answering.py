@@ -132,7 +132,8 @@ class QuestionAnswering(TaskType):
         """Returns the best spans of the heads of `transformers`, by the logits of starts and ends."""
         assert encoded.second_starts is not None
         start_nW, end_nW = outputs
-        lengths_n, contexts_n = encoded.lengths[examples], encoded.second_starts[examples]
+        lengths_n = encoded.lengths[examples]
+        contexts_n = encoded.second_starts[examples]
         return best_spans(start_nW, end_nW, lengths_n, contexts_n, config.beam_size)
 
     def predict(self, inference: Outputs, features: QuestionFeatures, config: FinetuneSection) -> list[Reading]:
@@ -194,7 +195,8 @@ class QuestionAnswering(TaskType):
 
         The setting `n_best` lists as many answers, at most `n_best_size`.
         """
-        threshold, n_best = settings.get("null_threshold"), settings.get("n_best", 1)
+        threshold = settings.get("null_threshold")
+        n_best = settings.get("n_best", 1)
         if n_best < 1:
             raise InputError(f"n_best is {n_best}; it must be at least 1")
         for name, reading in zip(split.ids, outputs, strict=True):
@@ -213,7 +215,8 @@ class QuestionAnswering(TaskType):
 
     def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
         for id, (question, context), answers in zip(split.ids, split.texts, split.gold, strict=True):
-            texts, starts = [each.text for each in answers], [each.start for each in answers]
+            texts = [each.text for each in answers]
+            starts = [each.start for each in answers]
             found = {"text": texts} if min(starts, default=0) < 0 else {"text": texts, "answer_start": starts}
             yield {"id": id, "question": question, "context": context, "answers": found}
 
@@ -291,7 +294,8 @@ def _answer(found: FoundAnswer) -> Prediction:
 
 def _error(split: Split, row: int, answer: Prediction) -> dict[str, Any]:
     """Returns a question with its answers, and the context around the annotated one, else around the predicted one."""
-    (question, context), gold = split.texts[row], split.gold[row]
+    question, context = split.texts[row]
+    gold = split.gold[row]
     starts = (*(each.start for each in gold if each.start >= 0), answer["start"] or 0)
     start = max(0, starts[0] - _CONTEXT_CHARACTERS)
     end = start + 2 * _CONTEXT_CHARACTERS + len(gold[0].text if gold else answer["answer"])

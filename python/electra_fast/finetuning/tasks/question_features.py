@@ -26,7 +26,8 @@ from electra_fast.finetuning.task import Answer
 from electra_fast.finetuning.tasks.task_type import Features
 
 # Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
-DISALLOWED, NOTHING = -1000.0, -10_000.0
+DISALLOWED = -1000.0
+NOTHING = -10_000.0
 # Minimum tokens of context in a full chunk, even after the longest question.
 _LEAST_ROOM = 8
 # Contexts that are tokenized together.
@@ -100,8 +101,10 @@ def question_features(
     contexts = _contexts(tokenizer, texts, names or [str(number) for number in range(len(texts))])
     questions = tokenizer.encode_batch([question for question, _ in texts])
     special = tokenizer.special_tokens
-    cls, sep = np.array([special["cls"]], np.int32), np.array([special["sep"]], np.int32)
-    ids, chunks = [np.zeros(0, np.int32)], []
+    cls = np.array([special["cls"]], np.int32)
+    sep = np.array([special["sep"]], np.int32)
+    ids = [np.zeros(0, np.int32)]
+    chunks = []
     for number, (question, context) in enumerate(zip(questions, contexts, strict=True)):
         head = np.concatenate((cls, question[:max_query_length], *[sep] * template.num_separators))
         for first, length in chunk_spans(len(context.ids), sequence_length - len(head) - 1, doc_stride):
@@ -204,7 +207,8 @@ def best_spans(start_nW: Ints, end_nW: Ints, lengths_n: Ints, contexts_n: Ints, 
     position_W = np.arange(start_nW.shape[1])
     is_allowed_nW = (position_W >= contexts_n[:, None]) | (position_W == 0)
     penalty_nW = np.where(is_allowed_nW, np.float32(0), np.float32(DISALLOWED))
-    is_token_nW, missing = position_W < lengths_n[:, None], max(0, beam_size - len(position_W))
+    is_token_nW = position_W < lengths_n[:, None]
+    missing = max(0, beam_size - len(position_W))
 
     def best(logits_nW: Ints) -> tuple[Ints, Ints]:
         grid_nW = np.where(is_token_nW, logits_nW + penalty_nW, np.float32(NOTHING))
@@ -212,7 +216,8 @@ def best_spans(start_nW: Ints, end_nW: Ints, lengths_n: Ints, contexts_n: Ints, 
         index_nK = np.argsort(-grid_nW, axis=1, kind="stable")[:, :beam_size]
         return index_nK, np.take_along_axis(grid_nW, index_nK, 1)
 
-    starts, ends = best(start_nW), best(end_nW)
+    starts = best(start_nW)
+    ends = best(end_nW)
     every = (len(lengths_n), beam_size, beam_size)
     end_index, end_score = (np.broadcast_to(each[:, None], every) for each in ends)
     return SpanScores(*starts, end_index, end_score, start_nW[:, 0] + end_nW[:, 0])
@@ -255,9 +260,12 @@ def _candidates(
     features: QuestionFeatures, scores: SpanScores, chunks: slice, num_pieces: int, max_answer_length: int
 ) -> tuple[Ints, Ints, Ints]:
     """Returns first and last tokens of a question's possible answers, and their scores; best first, [candidates]."""
-    first, length = features.first[chunks], features.num_pieces[chunks]
+    first = features.first[chunks]
+    length = features.num_pieces[chunks]
     place = features.context_start[chunks, None]
-    start, end = scores.start_index[chunks] - place, scores.end_index[chunks] - place[:, None]  # in the chunk
+    # Within the chunk.
+    start = scores.start_index[chunks] - place
+    end = scores.end_index[chunks] - place[:, None]
     owner = max_context(list(zip(first.tolist(), length.tolist(), strict=True)), num_pieces)
     piece = np.clip(start + first[:, None], 0, num_pieces - 1)
     # The end may have more context in another chunk.
@@ -267,7 +275,8 @@ def _candidates(
     chunk, start_rank, end_rank = np.nonzero(is_answer)
     sums = scores.start_score[chunks][chunk, start_rank] + scores.end_score[chunks][is_answer]
     order = np.argsort(-sums, kind="stable")
-    starts, ends = piece[chunk, start_rank], end[is_answer] + first[chunk]
+    starts = piece[chunk, start_rank]
+    ends = end[is_answer] + first[chunk]
     return starts[order], ends[order], sums[order]
 
 

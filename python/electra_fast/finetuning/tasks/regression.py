@@ -62,7 +62,8 @@ class Regression(SequenceType):
         """Returns both correlations, and for own data the mean absolute error."""
         from scipy.stats import pearsonr, spearmanr
 
-        targets, values = np.asarray(targets), finite(outputs)
+        targets = np.asarray(targets)
+        values = finite(outputs)
         result = {
             "spearman": correlation(lambda *pair: spearmanr(*pair).statistic, targets, values),
             "pearson": correlation(lambda *pair: pearsonr(*pair).statistic, targets, values),
@@ -78,9 +79,11 @@ class Regression(SequenceType):
         return [None if np.isnan(value) else float(value) for value in split.gold]
 
     def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
-        gold, values = np.asarray(split.gold, np.float64), self._outputs_of_answers(task, answers)
+        gold = np.asarray(split.gold, np.float64)
+        values = self._outputs_of_answers(task, answers)
         residuals = values - gold
-        variance, quantiles = float(gold.var()), (0, 5, 25, 50, 75, 95, 100)
+        variance = float(gold.var())
+        quantiles = (0, 5, 25, 50, 75, 95, 100)
         content = {
             "mean_absolute_error": float(np.abs(residuals).mean()),
             "root_mean_square_error": float(np.sqrt(np.square(residuals).mean())),
@@ -114,7 +117,8 @@ class Regression(SequenceType):
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         yield from super().describe(split, training_set, config)
-        mean, deviation = split.gold.mean(), split.gold.std()
+        mean = split.gold.mean()
+        deviation = split.gold.std()
         step = float(np.spacing(np.abs(mean).astype(np.float32)))
         if step > MAX_STEP * deviation:
             yield (
@@ -152,7 +156,8 @@ class Regression(SequenceType):
 
 def _stored_bias(state: Mapping[str, Tensor], settings: Settings) -> float:
     """Returns a folder's bias, in double precision unless the weights have been trained further since."""
-    bias, exact = float(state["head.classifier.bias"]), settings.get("shift")
+    bias = float(state["head.classifier.bias"])
+    exact = settings.get("shift")
     if exact is None:
         return bias
     if type(exact) not in (int, float):

@@ -26,7 +26,8 @@ JOINT_WIDTH = 512
 
 def _disallowed(inputs: Inputs) -> Tensor:
     """Returns 0 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
-    positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
+    positions_T = inputs.columns_5RL[2].flatten()
+    owners_T = inputs.columns_5RL[4].flatten()
     context_n = F.pad(inputs.second_n, (0, 1))  # padding belongs to no example
     is_allowed: Tensor = (positions_T >= context_n[owners_T]) | (positions_T == 0)
     return DISALLOWED * (1 - is_allowed.float())
@@ -71,8 +72,10 @@ class JointHead(nn.Module):
         super().__init__()
         width = shape.hidden_size
         self.start = Linear(width, 1)
-        self.end_dense, self.end = Linear(2 * width, JOINT_WIDTH), Linear(JOINT_WIDTH, 1)
-        self.answerable_dense, self.answerable = Linear(2 * width, JOINT_WIDTH), Linear(JOINT_WIDTH, 1)
+        self.end_dense = Linear(2 * width, JOINT_WIDTH)
+        self.end = Linear(JOINT_WIDTH, 1)
+        self.answerable_dense = Linear(2 * width, JOINT_WIDTH)
+        self.answerable = Linear(JOINT_WIDTH, 1)
 
 
 class JointReader(TaskModel):
@@ -86,7 +89,8 @@ class JointReader(TaskModel):
 
     def __init__(self, shape: ModelConfig, beam_size: int = 20, answerable_weight: float = 0.5) -> None:
         super().__init__(shape, JointHead(shape), "published")
-        self.beam_size, self.answerable_weight = beam_size, answerable_weight
+        self.beam_size = beam_size
+        self.answerable_weight = answerable_weight
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
         """Returns (start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
@@ -137,7 +141,8 @@ class JointReader(TaskModel):
 
     def _unanswerable_logits(self, x_TD: Tensor, start_nW: Tensor, inputs: Inputs) -> Tensor:
         """Returns logits from [CLS] and the mean hidden state, weighted by the probability of a start; [n]."""
-        positions_T, owners_T = inputs.columns_5RL[2].flatten(), inputs.columns_5RL[4].flatten()
+        positions_T = inputs.columns_5RL[2].flatten()
+        owners_T = inputs.columns_5RL[4].flatten()
         n = len(inputs.first_n)
         probability_T = start_nW.softmax(1)[owners_T.clamp(max=n - 1), positions_T.clamp(max=start_nW.shape[1] - 1)]
         mean_nD = (self._members(inputs) * probability_T) @ x_TD

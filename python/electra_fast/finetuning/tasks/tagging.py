@@ -75,7 +75,8 @@ def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
     """Returns the index of the first token that overlaps each word; -1 for none."""
     if not len(pieces.ids):
         return np.full(len(words), -1)
-    starts, ends = pieces.offsets[:, 0], np.maximum.accumulate(pieces.offsets[:, 1])
+    starts = pieces.offsets[:, 0]
+    ends = np.maximum.accumulate(pieces.offsets[:, 1])
     found = np.minimum(np.searchsorted(ends, words[:, 0], side="right"), len(ends) - 1)
     overlaps = (starts[found] < words[:, 1]) & (ends[found] > words[:, 0])
     return np.where(overlaps, found, -1)
@@ -133,7 +134,8 @@ class Tagging(TeachableType):
     def taught_outputs(
         self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], NDArray[Any]]
     ) -> NDArray[Any]:
-        features, outputs = self.features(tokenizer, split, config), teach(split)
+        features = self.features(tokenizer, split, config)
+        outputs = teach(split)
         found = features.places >= 0
         by_token = np.full((len(features.encoded.ids), outputs.shape[1]), np.nan)
         by_token[features.places[found][::-1]] = outputs[found][::-1]  # as in `training_set`
@@ -150,7 +152,8 @@ class Tagging(TeachableType):
 
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         assert split.words is not None
-        num_words, num_targets = sum(map(len, split.words)), int((training_set.targets != NO_TARGET).sum())
+        num_words = sum(map(len, split.words))
+        num_targets = int((training_set.targets != NO_TARGET).sum())
         chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
         yield f"training words: {num_words:,}{chunks}"
         if num_targets < num_words:
@@ -277,7 +280,8 @@ def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Seq
     best = probabilities[np.arange(len(tags)), chosen]
     spans = []
     for first, last, label in tagged_spans(tags, scheme):
-        start, end = int(words[first, 0]), int(words[last - 1, 1])
+        start = int(words[first, 0])
+        end = int(words[last - 1, 1])
         score = rounded(best[first:last].mean())
         spans.append({"start": start, "end": end, "text": text[start:end], "label": label, "score": score})
     scores = [rounded(score) for score in best]

@@ -134,13 +134,15 @@ class Job:
 
     def teacher_scores(self) -> dict[str, float]:
         """Returns the teacher's scores, named as in a result."""
-        found, first = dict[str, float](), dict[str, Any]()
+        found = dict[str, float]()
+        first = dict[str, Any]()
         assert self.lesson is not None
         for split in self.scored_splits:
             if split.targets is not None:
                 answers = np.nan_to_num(self.lesson.answers(self.task, split))
                 own = self.task_type.scores(self.task, split, self.splits[split.name], answers, first)
-                first, found = first or own, found | named_scores(split.name, own)
+                first = first or own
+                found = found | named_scores(split.name, own)
         return {name: value for name, value in found.items() if isinstance(value, float)}
 
     def twin(self, untrained: PretrainedEncoder) -> Job:
@@ -151,7 +153,8 @@ class Job:
     def alone(self, config: FinetuneSection) -> Job:
         """Returns the job of a student that learns from the labels alone."""
         assert self.labeled is not None
-        part, work = "/".join(filter(None, (self.part, "alone"))), dataclasses.replace(self.work, config=config)
+        part = "/".join(filter(None, (self.part, "alone")))
+        work = dataclasses.replace(self.work, config=config)
         changes: dict[str, Any] = {"config": config, "work": work, "training_set": self.labeled, "lesson": None}
         return dataclasses.replace(self, folder=self.folder / "alone", part=part, **changes)
 
@@ -172,7 +175,8 @@ class Job:
     @property
     def hardware(self) -> dict[str, str]:
         """The choices made for the device; a resumed fine-tuning keeps them."""
-        dtype, matmul = self.work.compute.dtype, self.work.compute.matmul
+        dtype = self.work.compute.dtype
+        matmul = self.work.compute.matmul
         precision = next(name for name, each in DTYPES.items() if each == dtype)
         return {"device": self.device.type, "precision": precision, "matmul": matmul}
 
@@ -242,7 +246,8 @@ def make_job(
     """
     settings = config.finetune
     check_length(settings, encoder)
-    task, task_type = data.task, TASK_TYPES[data.task.kind]
+    task = data.task
+    task_type = TASK_TYPES[data.task.kind]
     for key, unused in {"class_weights": "none", "calibrate": False}.items():
         if getattr(settings, key) != unused and not task_type.has_classes:
             value = format_value(getattr(settings, key))
@@ -289,7 +294,9 @@ def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
 
 def _measured(job: Job) -> Job:
     """Returns the job with the library of fp32 products, then the precision, that train its first examples faster."""
-    settings, notes, work = job.config, list(job.notes), job.work
+    settings = job.config
+    notes = list(job.notes)
+    work = job.work
     with threads_of(job.num_processes):
         if choose_matmul(settings.matmul, job.device) == AUTO:
             num_tokens = int(job.examples.lengths[: settings.batch_size].sum())
@@ -338,7 +345,8 @@ def _work(
     shape = dataclasses.replace(
         encoder.shape, dropout=config.dropout, attention_dropout=config.attention_dropout, attention="auto"
     )
-    precision, matmul = choose_precision(config.precision, device), choose_matmul(config.matmul, device)
+    precision = choose_precision(config.precision, device)
+    matmul = choose_matmul(config.matmul, device)
     precision = recorded.get("precision", AUTO) if precision == AUTO else precision
     matmul = recorded.get("matmul", AUTO) if matmul == AUTO else matmul
     if config.execution == "graph" and device.type != "cuda":
@@ -379,7 +387,8 @@ def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
     """Describes the first entry in which two identities differ; None if they are equal."""
     for name in sorted(before.keys() | now.keys()):
-        was, is_now = before.get(name), now.get(name)
+        was = before.get(name)
+        is_now = now.get(name)
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
             if found := first_difference(was, is_now, f"{prefix}{name}."):
                 return found

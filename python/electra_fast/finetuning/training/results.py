@@ -85,7 +85,9 @@ def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Ite
 
 
 def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) -> None:
-    task, hf, architecture = job.task, job.task_type.hf, job.work.shape.architecture
+    task = job.task
+    hf = job.task_type.hf
+    architecture = job.work.shape.architecture
     family = read_object(folder / "config.json")["model_type"]
     summary = printable(job.task_type.summary(task, len(job.data.train.texts[0])))
     options = hf.options + (hf.entity_options if task.scheme == "IOB2" else "")

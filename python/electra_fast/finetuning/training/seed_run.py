@@ -80,9 +80,11 @@ def predict_splits(
     `known` has the model's outputs for some splits. Returns a warning if the model has learned nothing, judged on the
     first validation split, or if that repeats the training split.
     """
-    dev, warning = job.data.dev[0], None
+    dev = job.data.dev[0]
+    warning = None
     for split in splits:
-        features, scores = job.splits[split.name], dict[str, float]()
+        features = job.splits[split.name]
+        scores = dict[str, float]()
         if (outputs := (known or {}).get(split.name)) is None:
             outputs = job.predict(model, split, check_stop)
         if split.targets is not None:
@@ -104,14 +106,18 @@ class SeedRun:
     """
 
     def __init__(self, job: Job, step: FinetuneStep, seed: int) -> None:
-        self.job, self.seed, self.step, self.model = job, seed, step, step.model
+        self.job = job
+        self.seed = seed
+        self.step = step
+        self.model = step.model
         self.folder = job.folder / f"seed-{seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.order = batches.training_order(job.config, len(job.examples), seed)
         self.model.load_encoder(job.encoder.state)
         self.model.initialize_head(seed)
         step.reset()
-        self.state, self._totals = SeedState(), torch.zeros(2, dtype=torch.float64, device=job.device)
+        self.state = SeedState()
+        self._totals = torch.zeros(2, dtype=torch.float64, device=job.device)
         self._best: Mapping[str, Tensor] = {}  # parameters of the best step, on the CPU; none if the last one is kept
         self._outputs: dict[str, Any] = {}  # for the validation splits, of the step to keep; none after a resume
         self.warnings: list[str] = []
@@ -123,7 +129,8 @@ class SeedRun:
     @property
     def is_trained(self) -> bool:
         """Whether the last step is taken and evaluated, or patience is exhausted."""
-        state, patience = self.state, self.job.config.patience
+        state = self.state
+        patience = self.job.config.patience
         return state.evaluated_step == self.job.num_steps or 0 < patience <= state.num_worse
 
     @property
@@ -135,11 +142,14 @@ class SeedRun:
 
         Raises StopTraining, after a checkpoint, if a callback did.
         """
-        num_steps, state, first_step = self.job.num_steps, self.state, self.state.step
+        num_steps = self.job.num_steps
+        state = self.state
+        first_step = self.state.step
         about = {"task": self.job.task.name, "seed": self.seed}
         log_every = max(1, num_steps // _NUM_LOGS)
         self.model.train()
-        began, saved = time.monotonic() - state.seconds, state.seconds
+        began = time.monotonic() - state.seconds
+        saved = state.seconds
         # A step's lines are written after its evaluation.
         path = self.folder / "metrics.jsonl"
         with JsonLines(path, state.step - self._is_evaluation_due) as log, self._loggers(path) as loggers:
@@ -181,7 +191,8 @@ class SeedRun:
         earlier: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
         for record in read_records(path):
             earlier["train" if "loss" in record else "validation"].append(record)
-        names, settings = logger_names(self.job.config.loggers), {"finetune": dataclasses.asdict(self.job.config)}
+        names = logger_names(self.job.config.loggers)
+        settings = {"finetune": dataclasses.asdict(self.job.config)}
         return Loggers(names, self.folder, settings, earlier)
 
     def _evaluate(self, stop: StopRequest) -> dict[str, float]:
@@ -190,13 +201,19 @@ class SeedRun:
         Raises Interrupted if a stop is requested meanwhile, and Diverged.
         """
         self._collect_totals()
-        job, state, outputs = self.job, self.state, dict[str, Any]()
-        scores, first, dev = dict[str, float](), dict[str, float](), job.data.dev[0]
+        job = self.job
+        state = self.state
+        outputs = dict[str, Any]()
+        scores = dict[str, float]()
+        first = dict[str, float]()
+        dev = job.data.dev[0]
         for split in job.data.dev:
             outputs[split.name] = found = job.predict(self.model, split, partial(self._check_stop, stop))
             own = job.task_type.scores(job.task, split, job.splits[split.name], found, first)
-            first, scores = first or own, scores | named_scores(split.name, own)
-        state.evaluated_step, score = state.step, scores[job.selection_metric]
+            first = first or own
+            scores = scores | named_scores(split.name, own)
+        state.evaluated_step = state.step
+        score = scores[job.selection_metric]
         by_class = job.training_set.class_weights
         loss = job.task_type.validation_loss(job.task, dev, outputs[dev.name], by_class)
         is_better = not state.best_step or (score, -loss) > (state.best_score, -state.best_loss)
@@ -204,7 +221,9 @@ class SeedRun:
         if job.task_type.warning(job.task, outputs[dev.name]) is None:
             state.varied_step = state.step
         if is_better:
-            state.best_step, state.best_score, state.best_loss = state.step, score, loss
+            state.best_step = state.step
+            state.best_score = score
+            state.best_loss = loss
         if is_better or job.config.select == "last":
             self._outputs = outputs
         if is_better and job.config.select == "best":
@@ -216,7 +235,8 @@ class SeedRun:
             raise self.interruption(stop)
 
     def _take_step(self) -> int:
-        job, state = self.job, self.state
+        job = self.job
+        state = self.state
         chosen = self.order[state.step]
         chosen = chosen[chosen >= 0]
         parts = job.pack(chosen)
@@ -226,7 +246,8 @@ class SeedRun:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            smaller, batch_size = "a lower finetune.sequence_length", job.config.batch_size
+            smaller = "a lower finetune.sequence_length"
+            batch_size = job.config.batch_size
             if batch_size > 1:
                 smaller = f"--finetune.batch_size {batch_size // 2}"
             remedy = f"run again with {smaller}, and with another --out if this one has results"
@@ -241,7 +262,8 @@ class SeedRun:
         state = self.state
         loss, norm = self._totals.tolist()
         self._totals.zero_()
-        state.window_loss, state.window_norm = state.window_loss + loss, state.window_norm + norm
+        state.window_loss = state.window_loss + loss
+        state.window_norm = state.window_norm + norm
         if not math.isfinite(loss + norm) or (self.step.scaler is not None and self.step.scaler.has_failed()):
             raise Diverged(
                 f"{self.folder}: the loss or its gradient became nan or infinite in steps "
@@ -251,7 +273,8 @@ class SeedRun:
 
     def _record(self) -> dict[str, Any]:
         self._collect_totals()
-        state, config = self.state, self.job.config
+        state = self.state
+        config = self.job.config
         record = {
             "step": state.step,
             "loss": state.window_loss / state.window_steps,
@@ -259,7 +282,9 @@ class SeedRun:
             "learning_rate": lr_scale(config, state.step - 1, self.job.num_steps) * config.learning_rate,
             "seconds": state.seconds,
         }
-        state.window_steps, state.window_loss, state.window_norm = 0, 0.0, 0.0
+        state.window_steps = 0
+        state.window_loss = 0.0
+        state.window_norm = 0.0
         return record
 
     def _save(self) -> dict[str, Any]:
@@ -301,7 +326,9 @@ class SeedRun:
 
         Raises Interrupted if a stop is requested meanwhile.
         """
-        started, job, state = time.monotonic(), self.job, self.state
+        started = time.monotonic()
+        job = self.job
+        state = self.state
         chosen: dict[str, Any] = {"best_step": state.best_step} if self._best else {}
         if self._best and job.selection_metric != job.task.metric:
             chosen["selected_by"] = job.selection_metric
@@ -329,7 +356,8 @@ class SeedRun:
 
     def _calibrate(self, check_stop: Callable[[], None]) -> float:
         """Divides the logits by the temperature that fits the first validation split, which it returns."""
-        job, (dev, *_) = self.job, self.job.data.dev
+        job = self.job
+        (dev, *_) = self.job.data.dev
         if (outputs := self._outputs.get(dev.name)) is None:
             outputs = job.predict(self.model, dev, check_stop)
         temperature = job.task_type.temperature(dev, outputs)
@@ -344,7 +372,8 @@ class SeedRun:
         )
 
     def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
-        job, shape = self.job, self.job.work.shape
+        job = self.job
+        shape = self.job.work.shape
         state = {name: parameter.detach().cpu() for name, parameter in self.model.named_parameters()}
         settings = {"model_max_length": job.config.sequence_length, "split_special_tokens": True}
         copy_tokenizer(job.encoder.tokenizer, folder, INPUT_NAMES[shape.architecture], settings)
@@ -395,7 +424,8 @@ def rescore(
 
     Meanwhile, the result on disk lacks these splits.
     """
-    started, known = time.monotonic(), dict(result.get("splits", {}))
+    started = time.monotonic()
+    known = dict(result.get("splits", {}))
     names = {each.name for each in outdated}
     scored = {name: known[name] for name in job.predicted if name in known and name not in names}
     write_result(folder, result | {"splits": scored}, unfinished=names)

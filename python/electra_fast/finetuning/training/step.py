@@ -61,7 +61,9 @@ class TaskBackward(GradientComputation):
     loss_scale: Tensor | None = None
 
     def __init__(self, model: TaskModel, compute: ComputeConfig, rank: int = 0) -> None:
-        self.model, self._compute, self._rank = model, compute, rank
+        self.model = model
+        self._compute = compute
+        self._rank = rank
         self._device = next(model.parameters()).device
         self._casts = WeightCasts(model.encoder, compute.dtype)  # heads compute in fp32
         self.batch: TrainingInputs | None = None
@@ -150,7 +152,9 @@ class FinetuneStep:
         self.optimizer.set_step_scalars(lr_scale)
         with self._graphs.on_stream():
             loss, norm = self._graphs.run(self.run, step, self._use_static_batch())
-            loss, norm = loss.clone(), norm.clone()  # the next replay, of any graph, may overwrite them
+            # The next replay, of any graph, may overwrite the graph's own tensors.
+            loss = loss.clone()
+            norm = norm.clone()
         self._graphs.join()
         return loss, norm
 
@@ -173,7 +177,8 @@ class FinetuneStep:
         """Runs forward, backward and update on the loaded batch: everything that a graph captures."""
         if self._processes is None:
             self.optimizer.zero_grad()
-            totals, norm = self._backward.run(), self._update()
+            totals = self._backward.run()
+            norm = self._update()
         else:
             totals, norm = self._processes.run()
         return sum((each["loss"] for each in totals), torch.zeros((), device=norm.device)), norm

@@ -56,7 +56,8 @@ def summarize(
 
     `known` is an earlier entry, whose measurements of time are kept.
     """
-    job, num_runs = group.jobs[0], len(group.jobs) * group.seeds
+    job = group.jobs[0]
+    num_runs = len(group.jobs) * group.seeds
     runs = [
         ({"fold": number // group.seeds} if group.has_folds else {}) | run
         for number, run in enumerate(found[:num_runs])
@@ -95,13 +96,16 @@ def _teaching(
     group: TaskRuns, score: float, alone: Sequence[Mapping[str, float]], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the scores of the students alone and of the teacher, what is gained, and the seconds of predictions."""
-    metric, (first, *_) = group.jobs[0].task.metric, group.jobs
-    lesson, (dev, *_) = first.lesson, first.data.dev
+    metric = group.jobs[0].task.metric
+    (first, *_) = group.jobs
+    lesson = first.lesson
+    (dev, *_) = first.data.dev
     assert lesson is not None
     own = {name: statistics.median(each) for name, each in _by_name(alone).items()}
     teacher = _means(_by_name([job.teacher_scores() for job in group.jobs]))
     gap = teacher[metric] - own[metric]
-    seconds, content = known.get("seconds_per_thousand"), lesson.teacher.content_hash
+    seconds = known.get("seconds_per_thousand")
+    content = lesson.teacher.content_hash
     if known.get("teacher_content") != content:
         student = load_finetuned(first.folder / "seed-0" / "model", str(first.device), AUTO)
         seconds = {"student": seconds_per_thousand(student, dev), "teacher": lesson.teacher.seconds(dev)}
@@ -115,7 +119,8 @@ def _teaching(
 
 
 def teaching_text(found: Mapping[str, Any]) -> str:
-    seconds, closed = found["seconds_per_thousand"], found["gap_closed"]
+    seconds = found["seconds_per_thousand"]
+    closed = found["gap_closed"]
     share = "the teacher is not better than the student alone" if closed is None else f"{closed:.0%} of the gap closed"
     return f"{share}; 1,000 texts take {seconds['student']:.3g} s, the teacher's {seconds['teacher']:.3g} s"
 
@@ -141,13 +146,16 @@ def _means(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def draw_curves(group: TaskRuns) -> None:
     from matplotlib.figure import Figure  # takes long, and predictions need none
 
-    logs, chosen = {}, {}
+    logs = {}
+    chosen = {}
     for job, seed in group.planned:
-        folder, name = job.folder / f"seed-{seed}", " ".join(filter(None, (job.part, f"seed {seed}")))
+        folder = job.folder / f"seed-{seed}"
+        name = " ".join(filter(None, (job.part, f"seed {seed}")))
         if records := read_records(folder / "metrics.jsonl"):
             logs[name] = records
             chosen[name] = read_object(folder / RESULT).get("best_step", records[-1]["step"])
-    figure, image = Figure((10, 4)), io.BytesIO()
+    figure = Figure((10, 4))
+    image = io.BytesIO()
     plot_finetuning(figure, logs, group.jobs[0].selection_metric, chosen)
     figure.savefig(image, dpi=100)
     replace_file(group.folder / "curves.png", image.getvalue())
@@ -185,7 +193,8 @@ def summary_text(group: TaskRuns, found: Mapping[str, Any]) -> str:
     metric = found["metric"]
     besides = [f"{name} {found[name][metric]:.4f}" for name in BASELINES if metric in found.get(name, ())]
     beside = f" ({', '.join(besides)})" if besides else ""
-    centre, together = f"median {metric} {found['median']:.4f}", ""
+    centre = f"median {metric} {found['median']:.4f}"
+    together = ""
     runs = f"{group.seeds} seed{'s' * (group.seeds > 1)}"
     if group.has_folds:
         centre = f"mean {metric} {found['means'][metric]:.4f} ± {found['deviations'][metric]:.4f}"

@@ -44,7 +44,9 @@ Array = NDArray[Any]
 # Texts whose answers are stored together; a kill loses at most these.
 BLOCK = 256
 # Models of `transformers`: the classes that teach, texts per batch, and the most tokens of one.
-_HF_CLASSES, _HF_BATCH, _HF_LENGTH = ("ForSequenceClassification", "ForTokenClassification"), 16, 512
+_HF_CLASSES = ("ForSequenceClassification", "ForTokenClassification")
+_HF_BATCH = 16
+_HF_LENGTH = 512
 # Examples that are timed.
 _TIMED = 200
 # Bytes of a text's hash.
@@ -127,7 +129,9 @@ class Teacher:
         self.notes: tuple[str, ...] = ()
         """For the user, after `check`."""
         self._model = _read(folder, device)
-        self.kind, self.labels, self.num_texts = self._model.kind, self._model.labels, self._model.num_texts
+        self.kind = self._model.kind
+        self.labels = self._model.labels
+        self.num_texts = self._model.num_texts
         self.content_hash = _content_hash(folder)
         self._blocks = kept / self.content_hash[:_DIGEST]
         self._known: dict[bytes, Array] | None = None
@@ -141,7 +145,8 @@ class Teacher:
             raise InputError(
                 f"--teacher {self.folder}: reads {reads[self.num_texts or 1]}, and the examples are {reads[num_texts]}"
             )
-        own, wanted = self.labels, task.labels
+        own = self.labels
+        wanted = task.labels
         if not TASK_TYPES[task.kind].has_classes:
             return list(range(len(own)))
         for name in (str, str.casefold):
@@ -232,7 +237,9 @@ class Lesson:
         self, labeled: TrainingSet, tokenizer: Tokenizer, task: Task, train: Split, config: FinetuneSection
     ) -> TrainingSet:
         """Returns the labeled examples and the unlabeled ones with the teacher's answers to all of them."""
-        task_type, unlabeled, splits = TASK_TYPES[task.kind], None, [train]
+        task_type = TASK_TYPES[task.kind]
+        unlabeled = None
+        splits = [train]
         assert isinstance(task_type, TeachableType)
         if self.unlabeled is not None:
             splits.append(self.unlabeled)
