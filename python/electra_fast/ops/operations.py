@@ -1,5 +1,5 @@
 # mypy: no-warn-return-any
-# (The kernels' launchers have no types.)
+
 """The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
 `NAME_reference` is the specification of `NAME`; another implementation may change speed, never meaning. Operations run
