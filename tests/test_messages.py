@@ -7,10 +7,11 @@ from pathlib import Path
 
 import in_process
 import pytest
+import site_pages
 from tiny_task import QUICK, sentences
 
 import electra_fast
-from electra_fast.messages import MAX_ERROR_LENGTH, error_line, printable
+from electra_fast.messages import MAX_ERROR_LENGTH, error_line, pointing_to_reference, printable, say, show
 
 HOSTILE = "\x1b[2Jx\x07\x9b1m\u202e"
 
@@ -32,6 +33,21 @@ def test_only_messages_print():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     ]
     assert set(calls) == {"messages.py", *others}
+
+
+def test_first_warning_of_a_command_points_to_the_reference(capsys):
+    page = "reference/messages"
+    assert (site_pages.TREE / f"docs/{page}.md").exists()
+    for print_line in (say, lambda line: show([line])):
+        with pointing_to_reference():
+            print_line('{"message": "step 3: warning: in JSON"}')
+            assert len("".join(capsys.readouterr()).splitlines()) == 1
+            print_line("step 3: warning: the first")
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line == f"electra-fast: causes and remedies of warnings: {site_pages.addresses()[1]}{page}/"
+            print_line("warning: the second")
+        print_line("warning: after the command")
+        assert len("".join(capsys.readouterr()).splitlines()) == 2
 
 
 @pytest.mark.parametrize("length", [MAX_ERROR_LENGTH, MAX_ERROR_LENGTH + 1, 100_000])

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 MAX_ERROR_LENGTH = 1000
 # Set by --quiet, and so inherited by the processes that a command starts.
 QUIET = "ELECTRA_FAST_QUIET"
+# The page of the documentation that the next warning is followed by.
+_pointer: list[str] = []
+WARNING = re.compile(r"([^{]*: )?warning: ")
 # What begins a message that --quiet keeps.
 KEPT = re.compile(r"(^|: )(warning|error): ")
 # Control characters, line and paragraph separators, directional overrides and isolates, and halves of surrogate pairs.
@@ -37,9 +40,32 @@ def error_line(text: str) -> str:
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[:half]}…{line[1 - half :]}"
 
 
+@contextlib.contextmanager
+def pointing_to_reference() -> Iterator[None]:
+    """Within it, the first warning is followed by a line with the address of docs/reference/messages.md."""
+    _pointer[:] = ["reference/messages/"]
+    try:
+        yield
+    finally:
+        _pointer.clear()
+
+
+def pointer(messages: Iterable[str]) -> list[str]:
+    """Returns the line that follows these messages: one if the first warning is among them."""
+    if not _pointer or not any(map(WARNING.match, messages)):
+        return []
+    from importlib.metadata import metadata  # slow
+
+    urls = dict(url.split(", ") for url in metadata("electra-fast").get_all("Project-URL", []))
+    return [f"electra-fast: causes and remedies of warnings: {urls.get('Documentation', 'docs/')}{_pointer.pop()}"]
+
+
 def show(lines: Iterable[str]) -> None:
     """Prints lines of a result on standard output. A line break within one is escaped: it came from outside."""
+    lines = list(lines)
     print("\n".join(map(printable, lines)))
+    for line in pointer(lines):
+        print(line, file=sys.stderr)
 
 
 def is_quiet() -> bool:
@@ -67,4 +93,4 @@ def is_shown(message: str) -> bool:
 def say(message: str) -> None:
     """Prints a line on standard error; with `--quiet`, only a warning or an error."""
     if is_shown(message):
-        print(printable(message), file=sys.stderr)
+        print(printable(message), *pointer([message]), sep="\n", file=sys.stderr)

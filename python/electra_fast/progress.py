@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from electra_fast.messages import is_quiet, is_shown, printable
+from electra_fast.messages import is_quiet, is_shown, pointer, printable
 
 LINE_SECONDS = 10.0
 # The estimate of the remaining time is the mean of this period, so that a validation hardly moves it.
@@ -127,12 +127,16 @@ class _WorkProgress:
     def say(self, message: str, style: str | None = None) -> None:
         """Prints a permanent line; with `--quiet`, only a warning."""
         if is_shown(message):
-            self.console.print(printable(message), highlight=False, soft_wrap=True, markup=False, style=style)
+            self._print(printable(message), style)
 
     def warn(self, *messages: str | None) -> None:
         """Prints permanent lines in yellow, also with `--quiet`; does nothing for `None`."""
-        for line in (printable(each) for each in messages if each is not None):
-            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style="yellow")
+        for message in filter(None, messages):
+            self._print(printable(message), "yellow")
+
+    def _print(self, message: str, style: str | None = None) -> None:
+        for line in (message, *pointer([message])):
+            self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
 
     def _move(self, **changes: Any) -> None:
         self._progress.update(self._task, **changes)

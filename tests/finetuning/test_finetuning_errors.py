@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(stopped, finetuned, en
         flip_a_bit(seed / "checkpoints" / "step-3" / damaged)
         found = resumed(out, encoder_folder, glue_folder)
         assert found.returncode == 0
-        (warning,) = [line for line in found.stderr.splitlines() if "warning" in line]
+        (warning,) = [line for line in found.stderr.splitlines() if "warning: " in line]
         assert f"step-3/{damaged}: damaged " in warning and "resumes at step 2" in found.stderr
         for name in ("model/model.safetensors", "predictions.dev.tsv"):
             assert (seed / name).read_bytes() == (other / name).read_bytes()

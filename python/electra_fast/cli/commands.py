@@ -26,7 +26,7 @@ from electra_fast.config.presets import DEFAULT_PRESET, DEFAULT_RECIPE, OBJECTIV
 from electra_fast.config.section import format_value
 from electra_fast.errors import ElectraFastError, InputError, Interrupted, ReportedElsewhere, is_out_of_memory
 from electra_fast.interruption import interrupt_at_once
-from electra_fast.messages import error_line, escape_unencodable, quietly, say, show
+from electra_fast.messages import error_line, escape_unencodable, pointing_to_reference, quietly, say, show
 from electra_fast.results import Result
 
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(command=None)
     try:
         options = build_parser().parse(sys.argv[1:] if arguments is None else arguments)
-        with quietly() if options.quiet else contextlib.nullcontext():
+        with quietly() if options.quiet else pointing_to_reference():
             return HANDLERS.get(options.command, _run)(options) or 0
     except KeyboardInterrupt as interruption:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
