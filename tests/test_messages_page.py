@@ -71,9 +71,8 @@ def in_rust():
 
 
 def listed():
-    """The messages of the page: code in its headings of the third level and in lines that begin with "Also"."""
-    for line in re.findall(r"^(?:### |Also: )(.*)", PAGE, re.MULTILINE):
-        yield from re.findall(r"`([^`]+)`", line)
+    """The messages of the page: its headings of the third level that are code."""
+    return re.findall(r"^### `([^`]+)`$", PAGE, re.MULTILINE)
 
 
 def test_every_message_of_the_code_is_listed():
