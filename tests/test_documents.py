@@ -1,48 +1,48 @@
-"""Every block of code in the documents runs as a reader would run it, and what they name and link to exists.
+"""Every block of code in the documents runs, output on a page is real, and links lead to files and headings that exist.
 
-A page's blocks run in order in one folder, which has the files that they read but do not make (`THINGS`). `sh` blocks
-are scripts of bash; `python` blocks are scripts, one for those with no `sh` block between them; `toml` blocks are
-configurations, in a file if their first line is a comment with its name; `text` is output. `SMALLER` makes models
-small. What does not belong to the package has stand-ins (`PROGRAMS`).
+The blocks of a page run in order in one folder, with the files that they read but do not write (`INPUTS`). `sh` blocks
+are bash scripts; consecutive `python` blocks are one script; `toml` blocks are configurations, in a file if their first
+line is a comment with its name. A `text` block after `<!-- output -->` is the output of the block before it. `SMALLER`
+makes models small, so numbers in the output may differ. Other programs have stand-ins (`PROGRAMS`).
+
+    WRITE_OUTPUT=1 pytest tests/test_documents.py -n 0 -o timeout=0 -k "runs and quickstart"
+
+runs a page at its own sizes, and writes the output into it: all lines if the block is empty, else those that are there.
 """
 
 import ast
-import csv
+import contextlib
+import difflib
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import forked_python
 import matplotlib
 import object_store
-import pyarrow as pa
 import pytest
 import site_pages
-from tiny_reading import questions_of, write_conll, write_squad
-from tiny_task import sentences, write_cola, write_sst2
-
-import electra_fast as ef
+from page_inputs import INPUTS, Inputs
 
 TREE = Path(__file__).resolve().parent.parent
 PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
 DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, *TREE.glob("examples/*.md"), TREE / "bench/README.md"})
-# Why a block does not run: `<!-- not run: REASON -->` is before it.
+# Reasons for blocks that do not run, in the line `<!-- not run: REASON -->` before them.
 NOT_RUN = {
     "the tests have no access to PyTorch's index",
     "the tests have neither the suites nor the data that they download",
     "hours; tests/test_runs.py runs these scripts",
 }
-# What makes blocks a matter of seconds; each text is in some block.
+# Replacements that let blocks run in seconds.
 SMALLER = {
     "pretrain s3": "pretrain --preset tiny s3",
     "--preset small": "--preset tiny",
@@ -75,46 +75,53 @@ SMALLER = {
     " /nvme/": " ./nvme/",
     " /shared/": " ./shared/",
 }
-# Of pre-training, where a block says nothing of it.
+# Options of `pretrain` that a block leaves at their defaults.
 SHORT = {"--steps": "12", "--batch-size": "2"}
-
-# --- Pages --------------------------------------------------------------------------------------
+WRITE_OUTPUT = bool(os.environ.get("WRITE_OUTPUT"))
+# The beginnings of lines that a run of a few steps does not print; they are in the package's source.
+LONGER = ("the model finds replaced tokens",)
+# In output, what differs from run to run: quantities with their units. `…` stands for any text.
+QUANTITY = r"-?\d(?:[\d,.:]*\d)?(?:e[+-]?\d+)?(?:\s?(?:%|(?:[kMGT]i?B?|m?s|seconds?|minutes?|hours?)\b))?"
+END_OF_BLOCK = "\x1e"  # printed by python blocks that have an output
 
 
 @dataclass
 class Script:
-    """A block, or python blocks in a row. Its code is on the lines that it has in the page."""
+    """A block, or consecutive python blocks. Lines of the code have the page's numbers; outputs are matches in it."""
 
     page: Path
     line: int
     language: str
     code: str
+    outputs: list[re.Match] = field(default_factory=list)
 
     @property
     def smaller(self):
-        code = functools.reduce(lambda code, each: code.replace(*each), SMALLER.items(), self.code)
+        if WRITE_OUTPUT:
+            return self.code
+        code = functools.reduce(lambda code, change: code.replace(*change), SMALLER.items(), self.code)
         for flag, value in SHORT.items():
             code = re.sub(rf"(electra[-_]fast pretrain )(?!.*{flag} )", rf"\1{flag} {value} ", code)
         return code
 
     def words(self):
-        """Words and strings in the order of the code, each with whether it names what the script writes."""
+        """Words and strings in the order of the code, each with whether it names an output of the script."""
         if self.language == "python":
-            tree = ast.parse(self.code)
-            outputs = {each.value for each in ast.walk(tree) if isinstance(each, ast.keyword) and each.arg == "out"}
-            texts = [e for e in ast.walk(tree) if isinstance(e, ast.Constant) and isinstance(e.value, str)]
-            return [(e.value, e in outputs) for e in sorted(texts, key=lambda e: (e.lineno, e.col_offset))]
+            nodes = list(ast.walk(ast.parse(self.code)))
+            outputs = {node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "out"}
+            texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+            return [(n.value, n in outputs) for n in sorted(texts, key=lambda n: (n.lineno, n.col_offset))]
         words = " ".join(shlex.split(self.code, comments=True)).split()
         return [(word, before in ("--out", ">")) for before, word in zip(["", *words], words, strict=False)]
 
-    def read(self):
-        """The things that the script reads and does not write before."""
-        first = {}
-        for word, is_output in self.words():
-            for name in THINGS:
+    def inputs(self):
+        """The names of INPUTS that the script reads and does not write first."""
+        is_output = {}
+        for word, is_written in self.words():
+            for name in INPUTS:
                 if word == name or word.startswith((f"{name}/", f"{name}:")):
-                    first.setdefault(name, is_output)
-        return [name for name, is_output in first.items() if not is_output]
+                    is_output.setdefault(name, is_written)
+        return [name for name, is_written in is_output.items() if not is_written]
 
 
 def name_of(page):
@@ -122,214 +129,99 @@ def name_of(page):
 
 
 def scripts(page):
-    """What of a page runs."""
+    """The blocks of a page that run."""
     text = page.read_text(encoding="utf-8")
-    found = []
-    blocks = list(re.finditer(r"^(?:<!-- not run: (.*?) -->\s+)?( *)```(\w*)\n(.*?)^\2```$", text, re.M | re.S))
+    blocks = list(re.finditer(r"^(?:<!-- (?:not run: )?(.*?) -->\s+)?( *)```(\w*)\n(.*?)^\2```$", text, re.M | re.S))
     fences = re.findall(r"^ *```.*", text, re.M)
     assert len(fences) == 2 * len(blocks), f"{name_of(page)}: fences that do not match: {fences}"
+    result = []
     for block in blocks:
-        reason, _, language, code = block.groups()
+        comment, _, language, code = block.groups()
         line = text[: block.start(3)].count("\n") + 1
         place = f"{name_of(page)}:{line}"
         assert language in ("sh", "python", "toml", "text"), f"{place}: a block of the language {language!r}"
-        assert reason is None or reason in NOT_RUN, f"{place}: add the reason {reason!r} to NOT_RUN, or run it"
-        if language == "text" or reason:
+        assert comment in (None, "output", *NOT_RUN), f"{place}: add the reason {comment!r} to NOT_RUN, or run it"
+        if comment == "output":
+            assert result and language == "text", f"{place}: an output needs a block that runs before it"
+            result[-1].outputs.append(block)
+            result[-1].code += f"print({END_OF_BLOCK!r})" * (result[-1].language == "python")
+        elif language == "text" or comment:
             continue
-        if found and found[-1].language == language == "python":
-            found[-1].code += "\n" * (line - found[-1].code.count("\n")) + code
+        elif result and result[-1].language == language == "python":
+            result[-1].code += "\n" * (line - result[-1].code.count("\n")) + code
         else:
-            found.append(Script(page, line, language, "\n" * line + code))
-    return found
+            result.append(Script(page, line, language, "\n" * line + code))
+    return result
 
 
-# --- Things -------------------------------------------------------------------------------------
+def form(line):
+    """A pattern for lines that differ from this one in quantities and spaces; its groups are the texts around `…`."""
+    parts = re.split(rf"({QUANTITY}|\s+|-{{3,}}|…)", line)
+    parts[::2] = map(re.escape, parts[::2])
+    for i in range(1, len(parts), 2):
+        parts[i] = {" ": r"\s+", "-": r"-+", "…": ").*("}.get(parts[i][-1], QUANTITY)
+    return re.compile(f"({''.join(parts)})")
 
 
-def make_pairs(path, get):
-    path.mkdir()
-    pair = {"sentence_good": "the value of a name", "sentence_bad": "value the of a name", "UID": "order"}
-    (path / "order.jsonl").write_text(json.dumps(pair) + "\n")
+def printed_lines(output):
+    """The lines of an output as a terminal shows them in the end: without control characters and earlier progress."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|.*\r(?!\n)", "", output).splitlines()]
 
 
-def make_texts(path, get):
-    documents = get.documents
-    path.mkdir()
-    (path / "a.txt").write_text("\n\n".join(documents[::3]) + "\n", encoding="utf-8")
-    for name, part, compression in (("b.jsonl", documents[1::3], None), ("c.jsonl.zst", documents[2::3], "zstd")):
-        lines = [json.dumps({"text": text}) + "\n" for each in part for text in each.split("\n\n")]
-        with pa.output_stream(str(path / name), compression=compression) as file:
-            file.write("".join(lines).encode())
+def updated(lines, printed):
+    """The lines of a page's output with the numbers that were printed; all printed lines if the page has none."""
+    result = []
+    for line in lines:
+        similar = [text for text in printed if form(line).fullmatch(text)] or difflib.get_close_matches(
+            line, printed, 1
+        )
+        text = max(similar, key=lambda text: len(os.path.commonprefix([text, line])), default=line)
+        match = form(line).fullmatch(text)
+        result.append("…".join(match.groups()) if match else text)
+    return result or printed
 
 
-def make_shards(path, get):
-    ef.prepare(get("texts"), vocab=get("vocab.txt"), out=path, holdout=0.1, progress=False)
+def check_outputs(script, output):
+    """Compares the outputs on a page with what its script printed, or writes that into the page."""
+    texts = output.split(f"{END_OF_BLOCK}\n") if script.language == "python" else [output]
+    for block, text in reversed(list(zip(script.outputs, texts, strict=False))):
+        lines = textwrap.dedent(block[4]).splitlines()
+        printed = printed_lines(text)
+        if WRITE_OUTPUT:
+            new = textwrap.indent("".join(f"{line}\n" for line in updated(lines, printed)), block[2])
+            script.page.write_text(f"{block.string[: block.start(4)]}{new}{script.page.read_text()[block.end(4) :]}")
+            continue
+        for line in lines:
+            is_printed = line.startswith(LONGER) or any(map(form(line).fullmatch, ["", *printed]))
+            assert is_printed, f"{name_of(script.page)}: not printed: {line}\n{text[-8000:]}"
 
 
-def make_run(path, get, seed=0):
-    changes = {"train.steps": "12", "train.batch_size": "2", "train.log_every": "2", "train.seed": str(seed)}
-    ef.pretrain(get("shards"), config=ef.Config.preset("tiny").override(changes), out=path)
-
-
-def make_wheel(path, get):
-    path.mkdir()
-    (path / "electra_fast-0-py3-none-any.whl").touch()
-
-
-def make_bert(path, get):
-    from transformers import AutoConfig, AutoModel
-
-    vocab = get("vocab.txt").read_text()
-    sizes = {"vocab_size": vocab.count("\n"), "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 2}
-    AutoModel.from_config(AutoConfig.for_model("bert", intermediate_size=64, **sizes)).save_pretrained(path)
-    (path / "vocab.txt").write_text(vocab)
-
-
-def make_deberta(path, get):
-    """As DeBERTaV3 was released."""
-    import torch
-    from published_deberta import hf_class
-    from sentencepiece import SentencePieceTrainer
-    from transformers import DebertaV2Config
-
-    pieces = {f"{name}_piece": f"[{name.upper()}]" for name in ("pad", "unk")} | {
-        "bos_piece": "[CLS]",
-        "eos_piece": "[SEP]",
-    }
-    ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
-    words = [text for text, _ in sentences(400, 1)]
-    texts = iter([*words, "The discriminator of a released pair finds the sole word that fit here not."])
-    (path / "spm").parent.mkdir()
-    SentencePieceTrainer.train(
-        sentence_iterator=texts, model_prefix=str(path / "spm"), vocab_size=300, hard_vocab_limit=False, **pieces, **ids
-    )
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "position_buckets": 16,
-    }
-    kind = {
-        "relative_attention": True,
-        "position_biased_input": False,
-        "share_att_key": True,
-        "pos_att_type": "p2c|c2p",
-    }
-    table = sizes | kind | {"model_type": "deberta-v2", "norm_rel_ebd": "layer_norm", "intermediate_size": 64}
-    (path / "config.json").write_text(json.dumps(table))
-    (path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False, "vocab_type": "spm"}))
-    for role, name in (("discriminator", "pytorch_model.bin"), ("generator", "pytorch_model.generator.bin")):
-        layers = {"num_hidden_layers": 2} if role == "generator" else {}
-        model = hf_class("deberta", role)(DebertaV2Config(**table | layers | {"legacy": False}))
-        torch.save(model.state_dict(), path / name)
-
-
-def make_glue(path, get):
-    write_sst2(path / "SST-2")
-    write_cola(path / "CoLA")
-
-
-def make_table(path, get):
-    """Texts with labels, in columns of several names."""
-    with path.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["text", "label", "body", "stars", "queue"])
-        table.writerows([text, "ab"[label], text, label + 1, "cd"[label]] for text, label in sentences(60))
-
-
-def make_questions(path, get):
-    rows = questions_of(get("squad") / "train-v2.0.json")
-    lines = ({"question": asked, "context": text, "answers": text.split()[:1]} for _, asked, text in rows)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def make_tasks(path, get):
-    ef.finetune(get("run"), task="classification", train=get("labeled.csv"), out=path, epochs=1)
-
-
-# How files and folders are made that pages speak of: by functions of their path and of `Things`.
-THINGS = {
-    "dist": make_wheel,
-    "texts": make_texts,
-    "vocab.txt": lambda path, get: shutil.copy(get.vocab, path),
-    "shards": make_shards,
-    "wiki": make_shards,
-    "books": lambda path, get: ef.prepare(reversed(get.documents), vocab=get("vocab.txt"), out=path, progress=False),
-    "s3://bucket/wiki": lambda path, get: get.store.upload(get("texts"), "wiki"),
-    "s3://bucket/reviews.csv": lambda path, get: get.store.put("bucket/reviews.csv", get("labeled.csv").read_bytes()),
-    "run": make_run,
-    "run1": make_run,
-    "run2": lambda path, get: make_run(path, get, seed=1),
-    "model": lambda path, get: ef.export(get("run"), out=path),
-    "bert-base-uncased": make_bert,
-    "deberta-v3-xsmall": make_deberta,
-    "glue": make_glue,
-    "blimp": make_pairs,
-    "squad": lambda path, get: write_squad(path, 2),
-    **dict.fromkeys(("labeled.csv", "reviews.csv", "tickets.csv", "new.csv", "new-tickets.csv"), make_table),
-    "own.jsonl": make_questions,
-    **dict.fromkeys(("train.conll", "dev.conll"), lambda path, get: write_conll(path.parent)),
-    "ocr.txt": lambda path, get: path.write_text("the functon returns a valve\n"),
-    "tasks": make_tasks,
-}
-
-
-class Things:
-    """Files and folders that pages speak of, each made when it is first needed."""
-
-    def __init__(self, folder, vocab, documents, store):
-        self.folder = folder
-        self.vocab = vocab
-        self.documents = documents
-        self._store = store
-
-    @property
-    def store(self):
-        return self._store()
-
-    def __call__(self, name):
-        path = self.folder / name
-        if not path.exists():
-            THINGS[name](path, self)
-        return path
-
-    def put(self, name, folder):
-        source = self(name)
-        if source.is_dir():
-            shutil.copytree(source, folder / name)
-        elif source.exists():  # here, not in a bucket
-            shutil.copy(source, folder / name)
-
-
-# --- Programs -----------------------------------------------------------------------------------
-
-# Stand-ins for what is no part of the package, or needs other machines.
+# Stand-ins for other programs and for what needs other machines.
 PROGRAMS = {
-    # whether what it would install is installed
+    # checks that the packages are installed
     "pip": """#!{python}
 import importlib.metadata, re, sys
 from packaging.requirements import Requirement
 def check(requirement):
-    found = importlib.metadata.distribution(requirement.name)
-    assert found.version in requirement.specifier, f"{{requirement}}: there is {{found.version}}"
+    package = importlib.metadata.distribution(requirement.name)
+    assert package.version in requirement.specifier, f"{{requirement}}: {{package.version}} is installed"
     for extra in requirement.extras:
-        assert extra in found.metadata.get_all("Provides-Extra"), f"{{requirement.name}} has no extra {{extra}}"
-        for each in map(Requirement, found.requires):
-            if each.marker and each.marker.evaluate({{"extra": extra}}):
-                check(each)
+        assert extra in package.metadata.get_all("Provides-Extra"), f"{{requirement.name}} has no extra {{extra}}"
+        for needed in map(Requirement, package.requires):
+            if needed.marker and needed.marker.evaluate({{"extra": extra}}):
+                check(needed)
 assert sys.argv[1] == "install"
 for word in (word for word in sys.argv[2:] if not word.startswith("--")):
     check(Requirement(re.sub(r".*\\.whl", "electra-fast", word)))
 """,
-    # what it would download is there
+    # the files are in INPUTS
     "hf": "#!/bin/sh\n",
-    # one task of the array after another
+    # runs the tasks of an array one after another
     "sbatch": """#!/bin/bash -eu
 range=$(sed -n 's/^#SBATCH --array=//p' "$1")
 for SLURM_ARRAY_TASK_ID in $(seq ${{range/-/ }}); do export SLURM_ARRAY_TASK_ID; bash -eu "$@"; done
 """,
-    # whether there are such targets: the tests do not make themselves
+    # checks that the targets exist
     "make": """#!/bin/bash -eu
 for target; do grep -q "^$target:" '{tree}/Makefile'; done
 """,
@@ -351,8 +243,9 @@ def store():
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A folder with the stand-ins."""
-    with forked_python.stand_ins(tmp_path_factory.mktemp("bin")) as folder:
+    """A folder with the stand-ins; commands fork from one process, unless their speed and threads are to be shown."""
+    folder = tmp_path_factory.mktemp("bin")
+    with contextlib.nullcontext() if WRITE_OUTPUT else forked_python.stand_ins(folder):
         for name, code in PROGRAMS.items():
             (folder / name).write_text(code.format(python=sys.executable, tree=TREE))
             (folder / name).chmod(0o755)
@@ -361,12 +254,14 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(programs, tmp_path_factory):
-    """As in a terminal, with caches of its own and without network."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "TRITON_", "AWS_"))}
+    """As in a terminal of 120 columns, with separate caches and without network."""
+    removed = ("XDG_", "TRITON_", "AWS_", *("OMP_",) * WRITE_OUTPUT)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
     path = f"{programs}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     home = str(tmp_path_factory.mktemp("home"))
-    fonts = {"MPLCONFIGDIR": matplotlib.get_cachedir()}  # else every new home lists them anew
-    return kept | fonts | {"PATH": path, "HOME": home, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    fonts = {"MPLCONFIGDIR": matplotlib.get_cachedir()}  # else every new home lists them again
+    output = {"COLUMNS": "120", "PYTHONUNBUFFERED": "1"}  # standard output and errors in the order of writing
+    return variables | fonts | output | {"PATH": path, "HOME": home, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 
 @pytest.fixture(scope="module")
@@ -380,9 +275,8 @@ def scheduler(environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory, tiny_vocab, tiny_text, request):
-    folder = tmp_path_factory.mktemp("things")
-    return Things(folder, tiny_vocab, tiny_text, lambda: request.getfixturevalue("store"))
+def inputs(request):
+    return Inputs(request)
 
 
 def execute(command, folder, variables):
@@ -391,7 +285,7 @@ def execute(command, folder, variables):
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         process = subprocess.Popen(command, cwd=folder, env=variables, process_group=0, **streams)
         try:
-            code = process.wait(timeout=600)
+            code = process.wait(timeout=None if WRITE_OUTPUT else 600)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -400,14 +294,14 @@ def execute(command, folder, variables):
 
 
 @pytest.fixture(scope="module")
-def run(things, environment, request):
+def run(inputs, environment, request):
     """A function that runs a script in a folder."""
 
     def run_in(folder, script):
         __tracebackhide__ = True
-        for name in script.read():
+        for name in script.inputs():
             if not (folder / name).exists():
-                things.put(name, folder)
+                inputs.put(name, folder)
         code = script.smaller
         variables = environment | {"PAGE": name_of(script.page)}
         if "s3://" in code:
@@ -426,6 +320,7 @@ def run(things, environment, request):
         (folder / name).write_text(code, encoding="utf-8")
         code, output = execute([*command, name], folder, variables)
         assert code == 0, f"{name_of(script.page)}:{script.line}: exit code {code}\n{output[-8000:]}"
+        return output
 
     return run_in
 
@@ -441,13 +336,32 @@ FIRST_PAGES = (TREE / "README.md", TREE / "docs/index.md")
     "page",
     [pytest.param(page, id=name_of(page), marks=() if page in FIRST_PAGES else pytest.mark.slow) for page in PAGES],
 )
-def test_the_code_of_a_page_runs(page, run, tmp_path):
-    for script in scripts(page):
-        run(tmp_path, script)
+def test_code_of_a_page_runs(page, run, tmp_path):
+    outputs = [(script, run(tmp_path, script)) for script in scripts(page)]
+    for script, output in reversed(outputs):
+        check_outputs(script, output)
+
+
+def test_every_text_of_longer_runs_is_in_the_source():
+    sources = "".join(path.read_text(encoding="utf-8") for path in TREE.glob("python/electra_fast/**/*.py"))
+    assert all(text in sources for text in LONGER)
 
 
 @pytest.mark.process
-def test_a_block_that_fails_is_named(run, tmp_path):
+def test_output_differs_in_numbers_only(run, tmp_path):
+    page = tmp_path / "page.md"
+    output = "loss 17.25, 2 …\n…\nend"
+    page.write_text(f"```python\nprint('loss  3.5, 12 s\\nend')\n```\n\n<!-- output -->\n```text\n{output}\n```\n")
+    [script] = scripts(page)
+    output = run(tmp_path, script)
+    check_outputs(script, output)
+    with pytest.raises(AssertionError, match="page.md: not printed: loss 17.25"):
+        check_outputs(script, output.replace("loss", "lost"))
+    assert updated(["loss 1, … more"], ["loss 2.5, and some more"]) == ["loss 2.5, … more"]
+
+
+@pytest.mark.process
+def test_failing_block_is_reported(run, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```sh\ntrue\nfalse it\n```\n")
     with pytest.raises(AssertionError, match="page.md:5: false it"):
@@ -474,7 +388,7 @@ def check_link(document, link):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_links_lead_somewhere(document):
+def test_relative_links_exist(document):
     for link in links(document.read_text(encoding="utf-8")):
         if not re.match(r"https?:|mailto:", link):
             check_link(document, link)
@@ -500,16 +414,12 @@ def test_links_of_a_built_page_lead_to_the_same_files(document):
             )
 
 
-def test_the_address_of_the_project_is_in_one_file():
-    """Formats that need a whole address repeat that of pyproject.toml."""
+def test_project_address_is_in_few_files():
+    """Formats that need a whole address repeat the address in pyproject.toml."""
     owner = site_pages.addresses()[0].split("/")[3]
-    address = re.compile(rf"{owner}\.github\.io|github\.com/{owner}")
-    tracked = subprocess.run(["git", "ls-files"], cwd=TREE, capture_output=True, text=True, check=True).stdout.split()
-    files = [
-        TREE / name for name in tracked if Path(name).suffix in (".md", ".py", ".rs", ".toml", ".yml", ".cff", ".ipynb")
-    ]
-    named = {name_of(file) for file in files if file.is_file() and address.search(file.read_text(encoding="utf-8"))}
-    assert named == {"pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "SECURITY.md"}
+    command = ["git", "grep", "-lIE", rf"{owner}\.github\.io|github\.com/{owner}"]
+    files = subprocess.run(command, cwd=TREE, capture_output=True, text=True, check=True).stdout.split()
+    assert {*files} == {"pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "SECURITY.md"}
 
 
 def test_every_page_is_in_the_navigation():
