@@ -1,4 +1,4 @@
-"""Prints the tables of docs/background/scaling.md, which has the formulas and sources: arithmetic, no measurement.
+"""Prints the tables of MANY_GPUS.md, which has the formulas and sources: projections, not measurements.
 
 python bench/scale.py
 """

@@ -35,7 +35,8 @@ from page_inputs import INPUTS, Inputs
 
 TREE = Path(__file__).resolve().parent.parent
 PAGES = [TREE / "README.md", *sorted(TREE.glob("docs/**/*.md"))]
-DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, *TREE.glob("examples/*.md"), TREE / "bench/README.md"})
+NOTES = [TREE / "bench/README.md", TREE / "bench/MANY_GPUS.md"]
+DOCUMENTS = sorted({*TREE.glob("*.md"), *PAGES, *TREE.glob("examples/*.md"), *NOTES})
 # Reasons for blocks that do not run, in the line `<!-- not run: REASON -->` before them.
 NOT_RUN = {
     "the tests have no access to PyTorch's index",

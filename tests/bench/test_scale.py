@@ -1,4 +1,4 @@
-"""`docs/background/scaling.md` has the law that `bench/scaling_law.py` fits, and the tables of `bench/scale.py`."""
+"""`docs/background/scaling.md` has the law of `bench/scaling_law.py`; `bench/MANY_GPUS.md` has the tables of `scale.py`."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import electra_fast as ef
 from electra_fast.training.forecast import LAW, ScalingLaw
 
-PAGE = (BENCH.parent / "docs/background/scaling.md").read_text(encoding="utf-8")
+LAW_PAGE = (BENCH.parent / "docs/background/scaling.md").read_text(encoding="utf-8")
+PROJECTIONS = (BENCH / "MANY_GPUS.md").read_text(encoding="utf-8")
 KNOWN = ScalingLaw(floor=0.07, size=0.03, alpha=0.4, data=0.3, beta=0.7, epochs=12.0)
 
 
@@ -48,16 +49,16 @@ def test_the_constants_are_those_of_the_runs():
 
 
 def test_the_page_has_the_table_of_shapes():
-    assert all(f"| {' | '.join(row)} |" in PAGE for row in scaling_law.shapes_by_budget(LAW))
+    assert all(f"| {' | '.join(row)} |" in LAW_PAGE for row in scaling_law.shapes_by_budget(LAW))
 
 
 def test_the_page_has_the_tasks_of_the_runs():
-    page = " ".join(PAGE.split())
+    page = " ".join(LAW_PAGE.split())
     found = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
     runs = [("2 layers of 64", 30), ("2 layers of 128", 30), ("2 layers of 128", 90), ("4 layers of 128", 90)]
     small, wider, longer, deeper = (f"{score(found[name, tflop * TFLOP]):.1f}" for name, tflop in runs)
-    assert f"2 layers of 64 with 30 TFLOP have a mean of {small}, and 2 of 128 have {wider}" in page
-    assert f"With 90, 2 of 128 have {longer}, 4 of 128 have {deeper}" in page
+    assert f"2 layers of 64 with 30 TFLOPs average {small}, and 2 of 128 average {wider}" in page
+    assert f"With 90, 2 of 128 average {longer}, 4 of 128 average {deeper}" in page
 
 
 def test_variants_of_a_setting_are_not_its_seeds():
@@ -66,8 +67,8 @@ def test_variants_of_a_setting_are_not_its_seeds():
     assert len(drawn["modern"][60.0]) == len(drawn["BertForMaskedLM"][60.0]) == 2
 
 
-def test_the_page_has_the_tables_of_arithmetic():
-    assert [table for table in scale.tables() if table not in PAGE] == []
+def test_the_projections_have_the_tables_of_the_script():
+    assert [table for table in scale.tables() if table not in PROJECTIONS] == []
 
 
 @pytest.mark.parametrize("preset", scale.MODELS)

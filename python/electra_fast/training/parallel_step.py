@@ -272,7 +272,7 @@ def time_steps(
 def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:
     """Divides matrices among the ranks of a node, or by the groups of exact sums.
 
-    Among more ranks, parts of a few matrices would take longer to send than to compute (docs/background/scaling.md).
+    Among more ranks, parts of a few matrices would take longer to send than to compute (bench/MANY_GPUS.md).
     """
     if is_exact:
         return MatrixDivision(division.num_groups, division.own, world.all_gather_into if world.size > 1 else None)
