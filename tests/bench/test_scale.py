@@ -1,4 +1,4 @@
-"""`docs/background/scaling.md` has the law of `bench/scaling_law.py`; `bench/MANY_GPUS.md` has the tables of `scale.py`."""
+"""`docs/background/scaling.md` has the law of `bench/scaling_law.py`, `bench/MANY_GPUS.md` the tables of `scale.py`."""
 
 import math
 from dataclasses import replace
