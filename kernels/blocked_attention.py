@@ -224,8 +224,8 @@ def _options(tile: dict[str, int], constants: dict[str, Any]) -> dict[str, Any]:
     """Options of a launch; no block is longer than the row."""
     block_l, block_h = (max(16, triton.next_power_of_2(constants[name])) for name in ("LENGTH", "WIDTH"))
     other = tile["OTHER"] // 2 if constants["THRESHOLD"] else tile["OTHER"]  # draws of dropout take registers too
-    own, other = (min(size, block_l) for size in (tile["OWN"], other))
-    return constants | tile | {"BLOCK_L": block_l, "OWN": own, "OTHER": other, "BLOCK_H": block_h, **FUSION}
+    own_size, other = (min(size, block_l) for size in (tile["OWN"], other))
+    return constants | tile | {"BLOCK_L": block_l, "OWN": own_size, "OTHER": other, "BLOCK_H": block_h, **FUSION}
 
 
 def num_blocks(constants: dict[str, Any]) -> int:

@@ -24,19 +24,19 @@ from electra_fast.model.model import Electra
 
 @torch.no_grad()
 def hidden(model: Electra, role: str) -> Tensor:
-    found: Tensor = model.hidden(role, *model._flat_inputs(IDS, MASK, None))
-    return found.view(*IDS.shape, -1)
+    states: Tensor = model.hidden(role, *model._flat_inputs(IDS, MASK, None))
+    return states.view(*IDS.shape, -1)
 
 
 @torch.no_grad()
 def hf_logits(model: transformers.PreTrainedModel) -> Tensor:
-    found: Tensor = model(input_ids=IDS, attention_mask=MASK).logits
-    return found
+    logits_BL: Tensor = model(input_ids=IDS, attention_mask=MASK).logits
+    return logits_BL
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape and expected.std() > 0.01
-    assert (found - expected)[MASK.bool()].abs().max() <= 1e-5
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape and expected.std() > 0.01
+    assert (actual - expected)[MASK.bool()].abs().max() <= 1e-5
 
 
 CLASSES: dict[str, dict[str, Any]] = {
@@ -165,8 +165,8 @@ def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str
 
 def test_a_run_continues_with_its_own_settings_and_a_new_schedule(tmp_path: Path) -> None:
     """With all of its heads; nothing says where it was, least of all a mirror that the new run would overwrite."""
-    own = {"objective.disc_weight": 7.0, "data.mask_prob": 0.3, "optimizer.warmup_steps": 1}
-    whole = make_run(tmp_path / "run", "modern", own | {"train.mirror": "s3://bucket/run"})
+    settings = {"objective.disc_weight": 7.0, "data.mask_prob": 0.3, "optimizer.warmup_steps": 1}
+    whole = make_run(tmp_path / "run", "modern", settings | {"train.mirror": "s3://bucket/run"})
     import_(tmp_path / "run", out=tmp_path / "again")
     ours = read_model(tmp_path / "again")
     assert all(torch.equal(parameter, whole.state_dict()[name]) for name, parameter in ours.state_dict().items())
@@ -260,8 +260,8 @@ def test_an_encoder_is_adapted_from_the_command_line(
         done = run(*command)
         assert done.returncode == 0, done.stderr
     text = "The cats sat in a naïve café."
-    found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out" / "discriminator"))
-    own = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    assert found.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False).ids
+    exported = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out" / "discriminator"))
+    original = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert exported.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False).ids
     adapted = read_model(tmp_path / "out")
     assert not torch.equal(adapted.embeddings.token, read_model(tmp_path / "run/checkpoints/step-0").embeddings.token)

@@ -60,14 +60,14 @@ def test_a_released_pair_comes_in_and_goes_out(tmp_path: Path, prefix: str, sett
     import_(tmp_path / "v3", out=tmp_path / "run")
     export(tmp_path / "run", out=tmp_path / "out")
     for source in ("v3", "run", "out"):
-        found = read_model(tmp_path / source)
-        assert_same(logits(found), expected)
-        model = found.config.model
-        generator = found.config.generator
-        optimizer = found.config.optimizer
+        imported = read_model(tmp_path / source)
+        assert_same(logits(imported), expected)
+        model = imported.config.model
+        generator = imported.config.generator
+        optimizer = imported.config.optimizer
         assert (model.tying, generator.fraction, generator.num_layers) == ("disentangled", 1.0, 2)
         assert (optimizer.name, optimizer.learning_rate) == ("adamw", 5e-5)
-        assert torch.equal(found.generator_embeddings.token, models["generator"].state_dict()[TABLE])
+        assert torch.equal(imported.generator_embeddings.token, models["generator"].state_dict()[TABLE])
     for role, model in models.items():
         again = load_file(tmp_path / "out" / role / "model.safetensors")
         assert again.keys() == model.state_dict().keys()
@@ -77,8 +77,8 @@ def test_a_released_pair_comes_in_and_goes_out(tmp_path: Path, prefix: str, sett
             assert load_encoder(tmp_path / source, role).shape.num_layers == model.config.num_hidden_layers
     hidden = hf_hidden(models["discriminator"], IDS, MASK)
     for source in ("v3", "run", "out", "out/encoder"):
-        found = load_encoder(tmp_path / source).state["embeddings.token"]
-        torch.testing.assert_close(found, models["discriminator"].state_dict()[TABLE], rtol=0, atol=1e-7)
+        imported = load_encoder(tmp_path / source).state["embeddings.token"]
+        torch.testing.assert_close(imported, models["discriminator"].state_dict()[TABLE], rtol=0, atol=1e-7)
     encoder = transformers.AutoModel.from_pretrained(tmp_path / "out" / "encoder").eval()
     assert_same({"": hf_hidden(encoder, IDS, MASK)}, {"": hidden})
 
@@ -92,8 +92,8 @@ def test_a_file_alone_is_what_its_tensors_are(tmp_path: Path, role: str) -> None
             (tmp_path / "v3" / name).unlink()
     assert_same(logits(read_model(tmp_path / "v3")), {role: published_logits(models)[role]})
     (tmp_path / "v3" / FILES[role]).rename(tmp_path / "v3" / "pytorch_model.bin")
-    found = read_model(tmp_path / "v3")
-    assert_same(logits(found), {role: published_logits(models)[role]})
+    imported = read_model(tmp_path / "v3")
+    assert_same(logits(imported), {role: published_logits(models)[role]})
     assert kind_of(tmp_path / "v3") == {"discriminator": "encoder", "generator": "masked_lm"}[role]
     other = next(name for name in MODELS if name != role)
     with pytest.raises(ValueError, match=f"a {other} is "):
@@ -143,8 +143,8 @@ def test_a_discriminator_gets_a_generator(
     elif generator == "same-layers:2":
         del models["discriminator"].deberta.encoder.layer[2:]
         assert "note: generator_head: not in" in said
-        found = padded_hidden(load_encoder(tmp_path / "again", "generator"))
-        assert_close(found, hf_hidden(models["discriminator"]))
+        states = padded_hidden(load_encoder(tmp_path / "again", "generator"))
+        assert_close(states, hf_hidden(models["discriminator"]))
     elif generator == "mlm":
         assert "note: generator_head.position: not in" in said
         assert torch.equal(table, load_file(tmp_path / "mlm" / "model.safetensors")[TABLE])

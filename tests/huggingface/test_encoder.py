@@ -94,13 +94,13 @@ def hf_hidden(
 class Bare(torch.nn.Module):
     """What `PretrainedEncoder.state` belongs to."""
 
-    def __init__(self, found: PretrainedEncoder) -> None:
+    def __init__(self, encoder: PretrainedEncoder) -> None:
         super().__init__()
-        self.embeddings = Embeddings(found.shape)
-        self.encoder = Encoder(found.shape)
-        self.load_state_dict(found.state, strict=True)
+        self.embeddings = Embeddings(encoder.shape)
+        self.encoder = Encoder(encoder.shape)
+        self.load_state_dict(encoder.state, strict=True)
         self.eval()
-        assert {x.dtype for x in found.state.values()} == {torch.float32}
+        assert {x.dtype for x in encoder.state.values()} == {torch.float32}
 
     @torch.no_grad()
     def forward(self, ids: Tensor, positions_T: Tensor, mask: AttentionMask, types: Tensor | None = None) -> Tensor:
@@ -112,16 +112,16 @@ class Bare(torch.nn.Module):
         return hidden
 
 
-def padded_hidden(found: PretrainedEncoder, types: Tensor | None = None) -> Tensor:
-    mask = AttentionMask.padded(2, LENGTH, MASK, found.shape.local_attention)
-    hidden: Tensor = Bare(found)(IDS, (torch.arange(LENGTH) * MASK).flatten(), mask, types)
+def padded_hidden(encoder: PretrainedEncoder, types: Tensor | None = None) -> Tensor:
+    mask = AttentionMask.padded(2, LENGTH, MASK, encoder.shape.local_attention)
+    hidden: Tensor = Bare(encoder)(IDS, (torch.arange(LENGTH) * MASK).flatten(), mask, types)
     return hidden
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     """At the tokens that are not padding."""
     assert expected.std() > 0.1
-    assert (found - expected)[MASK.bool()].abs().max() <= 1e-5
+    assert (actual - expected)[MASK.bool()].abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformer
     """A token type that the model lacks is as type 0."""
     model = hf_folder(tmp_path, name, **settings)
     types = (torch.arange(LENGTH) > 11).long().expand(2, -1)
-    found = load_encoder(tmp_path)
+    encoder = load_encoder(tmp_path)
     has_types = settings.get("type_vocab_size", 2) == 2 and not name.startswith("DistilBert")
-    assert_close(padded_hidden(found, types), hf_hidden(model, **({"token_type_ids": types} if has_types else {})))
-    assert torch.equal(*found.state["embeddings.token_type"]) != has_types
-    assert found.shape.max_positions == 64 - settings.get("pad_token_id", -1) - 1
-    assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size == 200
+    assert_close(padded_hidden(encoder, types), hf_hidden(model, **({"token_type_ids": types} if has_types else {})))
+    assert torch.equal(*encoder.state["embeddings.token_type"]) != has_types
+    assert encoder.shape.max_positions == 64 - settings.get("pad_token_id", -1) - 1
+    assert Tokenizer(encoder.tokenizer).vocab_size == encoder.shape.vocab_size == 200
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def test_any_deberta_class_gives_the_hidden_states_of_transformers(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     model = hf_folder(tmp_path / "model", name, **settings)
-    found = load_encoder(tmp_path / "model")
-    assert_close(padded_hidden(found), hf_hidden(model))
-    write_encoder(tmp_path / "again", found)
-    assert load_encoder(tmp_path / "again").shape == found.shape
+    encoder = load_encoder(tmp_path / "model")
+    assert_close(padded_hidden(encoder), hf_hidden(model))
+    write_encoder(tmp_path / "again", encoder)
+    assert load_encoder(tmp_path / "again").shape == encoder.shape
     again, info = transformers.AutoModel.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(info.values())
     assert_close(hf_hidden(again.eval()), hf_hidden(model))
@@ -224,10 +224,10 @@ def test_a_config_without_sizes_has_those_of_its_type(tmp_path: Path, name: str)
 def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: Path, name: str) -> None:
     """With the layers and rotary bases that are its defaults: the first and the fourth layer are global."""
     model = hf_folder(tmp_path, name, local_attention=8)
-    found = load_encoder(tmp_path)
-    assert (found.shape.local_attention, found.shape.global_attention_every) == (8, 3)
-    assert (found.shape.rope_theta, found.shape.local_rope_theta) == (160_000.0, 10_000.0)
-    assert_close(padded_hidden(found), hf_hidden(model))
+    encoder = load_encoder(tmp_path)
+    assert (encoder.shape.local_attention, encoder.shape.global_attention_every) == (8, 3)
+    assert (encoder.shape.rope_theta, encoder.shape.local_rope_theta) == (160_000.0, 10_000.0)
+    assert_close(padded_hidden(encoder), hf_hidden(model))
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: 
 )
 def test_settings_of_modernbert_count(tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int]) -> None:
     model = hf_folder(tmp_path / "model", "ModernBertModel", **settings)
-    found = load_encoder(tmp_path / "model")
-    assert (found.shape.local_attention, found.shape.global_attention_every) == expected
-    assert_close(padded_hidden(found), hf_hidden(model))
-    write_encoder(tmp_path / "again", found)
-    assert load_encoder(tmp_path / "again").shape == found.shape
+    encoder = load_encoder(tmp_path / "model")
+    assert (encoder.shape.local_attention, encoder.shape.global_attention_every) == expected
+    assert_close(padded_hidden(encoder), hf_hidden(model))
+    write_encoder(tmp_path / "again", encoder)
+    assert load_encoder(tmp_path / "again").shape == encoder.shape
     assert_close(hf_hidden(transformers.AutoModel.from_pretrained(tmp_path / "again").eval()), hf_hidden(model))
 
 
@@ -276,14 +276,14 @@ def test_modernbert_as_written_by_older_versions(tmp_path: Path, global_theta: f
 )
 def test_packed_segments_are_separate_sequences(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model = hf_folder(tmp_path, name, **settings)
-    found = load_encoder(tmp_path)
+    encoder = load_encoder(tmp_path)
     ids_L = IDS.flatten()
     borders = [0, 31, 33, 50, 80]
     lengths = torch.tensor(borders).diff()
     segments_L = torch.arange(1, len(borders)).repeat_interleave(lengths)
     positions_L = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    mask = AttentionMask.packed(segments_L[None], None, "sdpa", found.shape.local_attention)
-    packed = Bare(found)(ids_L[None], positions_L, mask)
+    mask = AttentionMask.packed(segments_L[None], None, "sdpa", encoder.shape.local_attention)
+    packed = Bare(encoder)(ids_L[None], positions_L, mask)
     for start, end in itertools.pairwise(borders):
         alone = hf_hidden(model, ids_L[None, start:end], None)
         assert (packed[:, start:end] - alone).abs().max() <= 1e-5
@@ -317,9 +317,9 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, r
     for role, expected in hidden.items():
         run = load_encoder(tmp_path / "run", role)
         exported = load_encoder(tmp_path / "out", role)
-        for found in (run, exported):
-            assert_close(padded_hidden(found), expected)
-            assert Tokenizer(found.tokenizer).vocab_size == found.shape.vocab_size
+        for encoder in (run, exported):
+            assert_close(padded_hidden(encoder), expected)
+            assert Tokenizer(encoder.tokenizer).vocab_size == encoder.shape.vocab_size
         write_encoder(tmp_path / role, run)
         assert_close(hf_hidden(transformers.AutoModel.from_pretrained(tmp_path / role).eval()), expected)
         assert (run.shape == exported.shape) == (recipe == "google")  # ModernBERT has no projection
@@ -335,11 +335,11 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, r
 def test_a_token_type_that_never_occurred_is_a_copy_of_the_other(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit"})
     export(tmp_path / "run", out=tmp_path / "out")
-    own = model.embeddings.token_type
-    assert not torch.equal(own[0], own[1])
+    table = model.embeddings.token_type
+    assert not torch.equal(table[0], table[1])
     for source in ("run", "run/checkpoints/step-3", "out", "out/generator"):
-        found = load_encoder(tmp_path / source).state["embeddings.token_type"]
-        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0])
+        loaded = load_encoder(tmp_path / source).state["embeddings.token_type"]
+        assert torch.equal(loaded[0], table[0]) and torch.equal(loaded[1], table[0])
 
 
 def write_encoder(folder: Path, encoder: PretrainedEncoder) -> None:
@@ -388,9 +388,9 @@ def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
         assert load_encoder(tmp_path).content_hash == whole.content_hash
         index.unlink()
     binary = tmp_path / "pytorch_model.bin"
-    for own, is_zip in ((tensors, True), (first_release(tensors), False)):
+    for state, is_zip in ((tensors, True), (first_release(tensors), False)):
         torch.save(
-            {name: torch.nn.Parameter(x, x.is_floating_point()) for name, x in own.items()},
+            {name: torch.nn.Parameter(x, x.is_floating_point()) for name, x in state.items()},
             binary,
             _use_new_zipfile_serialization=is_zip,
         )

@@ -59,18 +59,18 @@ def hf_logits(hf_model: Any, types: torch.Tensor | None = None) -> torch.Tensor:
     """Those of `transformers`; of the two labels of ModernBERT's detector, the difference."""
     inputs = {} if types is None else {"token_type_ids": types}
     with torch.no_grad():
-        found: torch.Tensor = hf_model.eval()(input_ids=IDS, attention_mask=MASK, **inputs).logits
+        logits: torch.Tensor = hf_model.eval()(input_ids=IDS, attention_mask=MASK, **inputs).logits
     if "TokenClassification" in type(hf_model).__name__:
-        assert found.shape[-1] == 2 and not found[..., 0].any()
-    return found[..., 1] - found[..., 0] if found.shape[-1] == 2 else found
+        assert logits.shape[-1] == 2 and not logits[..., 0].any()
+    return logits[..., 1] - logits[..., 0] if logits.shape[-1] == 2 else logits
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """At all tokens; what padding far from every token gives in local attention is nobody's business."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for role, tensor in expected.items():
         assert tensor.std() > 0.01
-        assert (found[role] - tensor)[MASK.bool()].abs().max() <= 1e-5, role
+        assert (actual[role] - tensor)[MASK.bool()].abs().max() <= 1e-5, role
 
 
 SHAPES = [
@@ -158,8 +158,12 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit", "model.tying": "none"})
     export(tmp_path / "run", out=tmp_path / "out")
     tables = (model.embeddings.token_type, model.generator_embeddings.token_type)
-    for found, own in zip(type_tables(tmp_path / "out"), tables, strict=True):
-        assert torch.equal(found[0], own[0]) and torch.equal(found[1], own[0]) and not torch.equal(own[0], own[1])
+    for exported, table in zip(type_tables(tmp_path / "out"), tables, strict=True):
+        assert (
+            torch.equal(exported[0], table[0])
+            and torch.equal(exported[1], table[0])
+            and not torch.equal(table[0], table[1])
+        )
     back = read_model(tmp_path / "out")
     types = torch.ones_like(IDS)
     with torch.no_grad():
@@ -243,16 +247,16 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
     model = read_model(tmp_path / "run")
     fresh = Electra(model.config)
     with torch.no_grad():
-        for own, new in zip(model.parameters(), fresh.parameters(), strict=True):
-            own.copy_(new)
+        for parameter, new in zip(model.parameters(), fresh.parameters(), strict=True):
+            parameter.copy_(new)
     checkpoint.save(tmp_path / "run", model, None, TrainState(step=9), keep=1)
     export(tmp_path / "run", out=tmp_path / "out")
     back = read_model(tmp_path / "out")
     assert back.embeddings is back.generator_embeddings
     for name in ("embeddings.token", "discriminator.projection.weight", "generator_head.projection.weight"):
-        found = back.get_parameter(name)
+        restored = back.get_parameter(name)
         expected = fresh.get_parameter(name)
-        assert 0.7 < found.std() / expected.std() < 1.4, name
+        assert 0.7 < restored.std() / expected.std() < 1.4, name
 
 
 def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
@@ -322,8 +326,8 @@ def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"classifier.weight has shape \[1, 64\], but config.json says \[2, 64\]"):
         read_model(tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": {"0": "replaced"}})
-    found = logits(read_model(tmp_path / "out"))
-    assert all(torch.equal(found[role], tensor) for role, tensor in expected.items())
+    actual = logits(read_model(tmp_path / "out"))
+    assert all(torch.equal(actual[role], tensor) for role, tensor in expected.items())
 
 
 @pytest.mark.parametrize("labels", [{"0": "O", "1": "NAME"}, {"0": "replaced", "1": "original"}, None])

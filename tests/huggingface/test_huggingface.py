@@ -73,9 +73,9 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
     assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
     assert model.embeddings is model.generator_embeddings
     with torch.no_grad():
-        for role, found in logits(model).items():
+        for role, actual in logits(model).items():
             expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
-            assert (found - expected.view(found.shape)).abs().max() <= 1e-5
+            assert (actual - expected.view(actual.shape)).abs().max() <= 1e-5
     import_(tmp_path / "released", out=tmp_path / "run")
     again = logits(read_model(tmp_path / "run"))
     assert all(torch.equal(again[role], tensor) for role, tensor in logits(model).items())
@@ -114,13 +114,13 @@ def test_encoders_without_heads_continue_with_new_ones(
     import_(tmp_path / "bare", out=tmp_path / "run")
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
-    found = read_model(tmp_path / "run")
+    model = read_model(tmp_path / "run")
     export(tmp_path / "run", out=tmp_path / "again")
     for role in expected:
         again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
         with torch.no_grad():
             assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
-    assert found.config.objective.name == "electra" and logits(found)["generator"].isfinite().all()
+    assert model.config.objective.name == "electra" and logits(model)["generator"].isfinite().all()
     import_(tmp_path / "bare" / "discriminator", out=tmp_path / "alone")  # a masked language model with a new head
     assert read_model(tmp_path / "alone").config.objective.name == "mlm"
 
@@ -156,8 +156,8 @@ def test_masked_language_models_of_other_types_come_in_and_go_out(
         hidden = model.base_model(input_ids=IDS, attention_mask=MASK).last_hidden_state
         assert_same({"": again.electra(input_ids=IDS, attention_mask=MASK).last_hidden_state}, {"": hidden})
     pairs = [("the cats sat", "a café in new york"), ("naïve", "")]
-    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / each) for each in ("model", "out/generator")]
-    theirs, ours = (each(pairs).input_ids for each in tokenizers)
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / item) for item in ("model", "out/generator")]
+    theirs, ours = (item(pairs).input_ids for item in tokenizers)
     assert theirs == ours and len(ours[0]) > 10
 
 

@@ -68,13 +68,13 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
 )
 def test_cards_say_what_they_are_told(tmp_path: Path, whole_run: Path, told: dict[str, Any]) -> None:
     export(whole_run, out=tmp_path / "out", **told)
-    found = {"datasets" if name == "dataset" else name: value for name, value in told.items()}
+    entries = {"datasets" if name == "dataset" else name: value for name, value in told.items()}
     evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
     for role in ("discriminator", "generator"):
         card = ModelCard.load(tmp_path / "out" / role / "README.md")
         front = yaml.safe_load(card.content.split("---")[1])
-        own = {key: front[key] for key in ("library_name", "tags", "pipeline_tag") if key in front}
-        assert front == found | own
+        automatic = {key: front[key] for key in ("library_name", "tags", "pipeline_tag") if key in front}
+        assert front == entries | automatic
         assert card.data.library_name == "transformers"
         said = f"AUC {evaluation['unigram_auc']:.3f} on replacements drawn by frequency in validation text, at step 24"
         assert (said in card.text) == (role == "discriminator")

@@ -67,23 +67,25 @@ def tokenized(folder: Path, *texts: list[str]) -> dict[str, Tensor]:
 @torch.no_grad()
 def assert_read_back(folder: Path, base: Any, before: Path) -> None:
     """A folder that another library saved gives that library's hidden states here, and has the same vocabulary."""
-    found = load_encoder(folder)
+    encoder = load_encoder(folder)
     batch = tokenized(before, *map(list, zip(*PAIRS, strict=True)))
     ids = batch["input_ids"]
     mask = batch["attention_mask"]
     num_rows, length = ids.shape
-    padded = AttentionMask.padded(num_rows, length, mask, found.shape.local_attention)
-    hidden = Bare(found)(ids, (torch.arange(length) * mask).flatten(), padded, batch.get("token_type_ids"))
+    padded = AttentionMask.padded(num_rows, length, mask, encoder.shape.local_attention)
+    hidden = Bare(encoder)(ids, (torch.arange(length) * mask).flatten(), padded, batch.get("token_type_ids"))
     expected = base.eval()(**batch).last_hidden_state
     assert (hidden - expected)[mask.bool()].abs().max() <= 1e-5
-    assert Tokenizer(found.tokenizer).content_hash == Tokenizer(before).content_hash
-    changed = found.state.keys() - {n for n, each in load_encoder(before).state.items() if found.state[n].equal(each)}
+    assert Tokenizer(encoder.tokenizer).content_hash == Tokenizer(before).content_hash
+    changed = encoder.state.keys() - {
+        n for n, tensor in load_encoder(before).state.items() if encoder.state[n].equal(tensor)
+    }
     assert changed  # it was trained
 
 
 def steps(parameters: Any, loss: Callable[[], Tensor]) -> None:
     """Takes a few steps, which lower a loss."""
-    optimizer = torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], lr=1e-2)
     losses = []
     for _ in range(6):
         optimizer.zero_grad()
@@ -108,8 +110,8 @@ def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task
         assert not info["unexpected_keys"] and not info["mismatched_keys"]
         assert bool(info["missing_keys"]) == (folder.name == "encoder")
         assert all(name.startswith(("classifier.", "head.", "pooler.", "qa_outputs.")) for name in info["missing_keys"])
-        found = model.base_model.state_dict()
-        assert found.keys() == encoder.keys() and all(found[name].equal(encoder[name]) for name in encoder)
+        state = model.base_model.state_dict()
+        assert state.keys() == encoder.keys() and all(state[name].equal(encoder[name]) for name in encoder)
         if number:
             assert model(**tokenized(folder, TEXTS)).logits.shape[-1] == number["num_labels"]
 
@@ -123,8 +125,8 @@ def test_pipelines(exported: Export) -> None:
         batch = tokenized(out / "generator", ["the [MASK] sat"])
         with torch.no_grad():
             likeliest = model.generator_logits(batch["input_ids"])[0, 2].softmax(-1).topk(3)
-        assert [each["token"] for each in best] == likeliest.indices.tolist()
-        assert [each["score"] for each in best] == pytest.approx(likeliest.values.tolist(), abs=1e-5)
+        assert [item["token"] for item in best] == likeliest.indices.tolist()
+        assert [item["score"] for item in best] == pytest.approx(likeliest.values.tolist(), abs=1e-5)
 
     (features,) = transformers.pipeline("feature-extraction", folder["encoder"])(TEXTS[0])
     encoder = transformers.AutoModel.from_pretrained(folder["discriminator"])
@@ -133,12 +135,12 @@ def test_pipelines(exported: Export) -> None:
     np.testing.assert_allclose(features, expected.last_hidden_state[0].numpy(), atol=1e-6)
 
     if architecture == "modernbert":  # of ElectraForPreTraining there is none
-        found = transformers.pipeline("token-classification", folder["discriminator"], ignore_labels=[])(TEXTS[1])
+        labels = transformers.pipeline("token-classification", folder["discriminator"], ignore_labels=[])(TEXTS[1])
         with torch.no_grad():
             ids = tokenized(out / "discriminator", [TEXTS[1]])["input_ids"]
             replaced = model.discriminator_logits(ids)[0, 1:-1].sigmoid().tolist()
-        assert [each["entity"] for each in found] == ["replaced" if p > 0.5 else "original" for p in replaced]
-        assert [each["score"] for each in found] == pytest.approx([max(p, 1 - p) for p in replaced], abs=1e-5)
+        assert [item["entity"] for item in labels] == ["replaced" if p > 0.5 else "original" for p in replaced]
+        assert [item["score"] for item in labels] == pytest.approx([max(p, 1 - p) for p in replaced], abs=1e-5)
         assert max(replaced) - min(replaced) > 0.1
 
 
@@ -146,7 +148,7 @@ def test_trainer(exported: Export, tmp_path: Path) -> None:
     """On pairs: token type 1 is trained now, though the export's config.json says that it was not."""
     architecture, out = exported
     batch = tokenized(out / "encoder", *map(list, zip(*PAIRS, strict=True)))
-    rows = [{name: each[i] for name, each in batch.items()} | {"labels": i % 2} for i in range(len(PAIRS))]
+    rows = [{name: item[i] for name, item in batch.items()} | {"labels": i % 2} for i in range(len(PAIRS))]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "encoder", num_labels=2)
     arguments = transformers.TrainingArguments(
         str(tmp_path), max_steps=6, learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
@@ -154,7 +156,7 @@ def test_trainer(exported: Export, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "encoder")
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    losses = [item["loss"] for item in trainer.state.log_history if "loss" in item]
     assert losses[-1] < losses[0]
     trainer.save_model(str(tmp_path / "saved"))
     assert_read_back(tmp_path / "saved", model.base_model, out / "encoder")
@@ -214,8 +216,8 @@ def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Pat
     for folder, pooling in itertools.product((out / "encoder", tmp_path / "tuned"), ("mean", "cls")):
         theirs = SentenceTransformer(modules=[Transformer(str(folder)), Pooling(32, pooling)], device="cpu")
         for normalize in (False, True):
-            found = ef.load(folder).encode(texts, pooling=pooling, normalize=normalize)
-            np.testing.assert_allclose(found, theirs.encode(texts, normalize_embeddings=normalize), atol=1e-5)
+            vectors = ef.load(folder).encode(texts, pooling=pooling, normalize=normalize)
+            np.testing.assert_allclose(vectors, theirs.encode(texts, normalize_embeddings=normalize), atol=1e-5)
 
 
 def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
@@ -245,11 +247,11 @@ def test_the_code_in_cards_runs_as_it_is_written(exported: Export) -> None:
         if folder.name == "encoder":
             assert names["vectors"].shape == (2, 32)
         elif folder.name == "generator":
-            assert len(names["found"]) == 5
+            assert len(names["candidates"]) == 5
         elif architecture == "modernbert":
-            assert {each["entity"] for each in names["found"]} <= {"original", "replaced"}
+            assert {item["entity"] for item in names["results"]} <= {"original", "replaced"}
         elif architecture == "deberta":
-            assert [len(each["words"]) for each in names["found"]] == [7]
+            assert [len(item["words"]) for item in names["results"]] == [7]
         else:
             assert all(0 <= probability <= 1 for probability in names["probabilities"])
 
@@ -260,7 +262,7 @@ def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     inputs = transformers.AutoTokenizer.from_pretrained(folder).model_input_names
-    assert {each.name: each.shape for each in session.get_inputs()} == dict.fromkeys(inputs, ["batch", "sequence"])
+    assert {item.name: item.shape for item in session.get_inputs()} == dict.fromkeys(inputs, ["batch", "sequence"])
     for length in (1, 3, 41):
         ids = torch.randint(5, 200, (3, length), generator=torch.Generator().manual_seed(1))
         mask = (torch.arange(length) < torch.tensor([[length], [1 + length // 3], [1]])).long()
@@ -268,15 +270,15 @@ def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
         batch = {name: batch[name] for name in inputs}
         with torch.no_grad():
             expected = hf_model.eval()(**batch)[output]
-        (found,) = session.run([output], {name: each.numpy() for name, each in batch.items()})
-        assert np.abs(found - expected.numpy())[mask.bool().numpy()].max() <= 1e-5
+        (actual,) = session.run([output], {name: item.numpy() for name, item in batch.items()})
+        assert np.abs(actual - expected.numpy())[mask.bool().numpy()].max() <= 1e-5
 
 
 def test_onnx_of_deberta(tmp_path: Path) -> None:
     make_run(tmp_path / "run", *RECIPES["deberta"])
-    found = export(tmp_path / "run", out=tmp_path / "out", onnx=True)
+    result = export(tmp_path / "run", out=tmp_path / "out", onnx=True)
     folder = tmp_path / "out/encoder"
-    assert [*found.onnx] == ["encoder/model.onnx"]
+    assert [*result.onnx] == ["encoder/model.onnx"]
     assert_onnx_agrees(folder, "last_hidden_state", transformers.AutoModel.from_pretrained(folder))
 
 

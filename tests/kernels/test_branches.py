@@ -47,7 +47,7 @@ class Machine(TorchDispatchMode):
         self.left_out = left_out
         self.num_waits = 0
         self.races = []
-        self.kept = []
+        self.alive = []
         self.current = Stream(self)
         # By storage: the last write, and the reads since, as pairs of stream and number.
         self.writes = {}
@@ -55,25 +55,25 @@ class Machine(TorchDispatchMode):
         self.streams = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        outputs_of_call = func(*args, **(kwargs or {}))
         stream = self.current
         stream.clock[stream] += 1
         now = (stream, stream.clock[stream])
         self.streams.add(stream)
-        written = [x for x, each in zip(args, func._schema.arguments, strict=False) if is_written(each)]
+        written = [x for x, item in zip(args, func._schema.arguments, strict=False) if is_written(item)]
         storages = {x: storage(x) for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
-        outputs = [storage(x) for x in tree_iter(found) if isinstance(x, torch.Tensor)]
+        outputs = [storage(x) for x in tree_iter(outputs_of_call) if isinstance(x, torch.Tensor)]
         changed = {storage(x) for x in tree_iter(written) if isinstance(x, torch.Tensor)}
         changed |= set(outputs) - set(storages.values())
         before = [self.writes[key] for key in storages.values() if key in self.writes]
-        before += [each for key in changed for each in self.reads.pop(key, ())]
+        before += [item for key in changed for item in self.reads.pop(key, ())]
         if any(stream.clock[other] < number for other, number in before):
             self.races.append(func)
         self.writes |= dict.fromkeys(changed, now)
         for key in set(storages.values()) - changed:
             self.reads[key].append(now)
-        self.kept += [args, kwargs, found]  # so that no storage takes the place of another
-        return found
+        self.alive += [args, kwargs, outputs_of_call]  # so that no storage takes the place of another
+        return outputs_of_call
 
     @contextlib.contextmanager
     def on(self, stream):
@@ -100,10 +100,10 @@ def run(work, monkeypatch, left_out=None):
         patch.setattr(torch.cuda, "stream", machine.on)
         patch.setattr(torch.cuda, "current_stream", lambda: machine.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        found = work()
-        for x in found:
+        outputs = work()
+        for x in outputs:
             x.add(0)
-    return found, machine
+    return outputs, machine
 
 
 def sublayer(name, sizes, kernel="kernel"):
@@ -143,9 +143,9 @@ def network():
 
     def work():
         y, z = on_branch(double, x * 2)
-        found = [y + z, x * 3]
+        outputs = [y + z, x * 3]
         branches.join()
-        return found
+        return outputs
 
     return work
 
@@ -167,8 +167,8 @@ NEEDLESS = {"attention": 1, "gated_feed_forward": 1, "muon": 2, "network": 1}
 @pytest.mark.parametrize("name", WORK)
 def test_branches_wait_for_what_they_read_and_for_no_more(name, monkeypatch):
     expected = WORK[name]()()
-    found, machine = run(WORK[name](), monkeypatch)
+    outputs, machine = run(WORK[name](), monkeypatch)
     assert not machine.races and len(machine.streams) > 1
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, outputs, expected))
     needless = sum(not run(WORK[name](), monkeypatch, number)[1].races for number in range(1, machine.num_waits + 1))
     assert needless == NEEDLESS.get(name, 0) and machine.num_waits > 1

@@ -47,10 +47,10 @@ def test_gelu_over_its_range():
     truth = value_and_derivative(F.gelu, x_T.double())
     theirs = value_and_derivative(F.gelu, x_T)
     ours = value_and_derivative(lambda h: head.gelu_logit(h, zero, one, zero), x_T)
-    for true, eager, found in zip(truth, theirs, ours, strict=True):
+    for true, eager, actual in zip(truth, theirs, ours, strict=True):
         bound = true.abs().clamp(min=1)
-        assert ((found - true).abs() / bound).max() <= 2e-7
-        assert ((found - true).abs() / bound).max() <= ((eager - true).abs() / bound).max() + 1e-7
+        assert ((actual - true).abs() / bound).max() <= 2e-7
+        assert ((actual - true).abs() / bound).max() <= ((eager - true).abs() / bound).max() + 1e-7
     assert ours[0][-4:].tolist() == [0, 0, 50, 1e4]
 
 

@@ -46,9 +46,9 @@ def make_inputs(*sizes):
 
 def outcomes(call):
     """Loss, samples, comparisons and gradients as this test's way computes them, by the reference, and in fp64."""
-    found = call.outcome()
+    actual = call.outcome()
     with use_impl("reference"):
-        return found, call.outcome(), call.outcome(torch.float64)
+        return actual, call.outcome(), call.outcome(torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def outcomes(call):
 )  # fmt: skip
 def test_equals_the_reference(path, row, dtype):
     """The sizes of the table; products of bf16 are wrong in the interpreter."""
-    given, *sizes = CASES["generator_head"].tested[row]
-    call = CASES["generator_head"].call(torch.device(DEVICE), dtype if dtype and path == "cpu" else given, *sizes)
-    found, eager, exact = outcomes(call)
-    assert excess(found, eager, exact, 1.2, 1e-6) <= 1
+    case_dtype, *sizes = CASES["generator_head"].tested[row]
+    call = CASES["generator_head"].call(torch.device(DEVICE), dtype if dtype and path == "cpu" else case_dtype, *sizes)
+    actual, eager, exact = outcomes(call)
+    assert excess(actual, eager, exact, 1.2, 1e-6) <= 1
     if call.args[-1]:
-        assert (found[1] != call.args[3]).all()
+        assert (actual[1] != call.args[3]).all()
 
 
 @pytest.mark.usefixtures("path")
@@ -93,8 +93,8 @@ def test_confident_rows_have_a_precise_gradient():
     with torch.no_grad():
         call.args[2][call.args[3]] += 12.0
     with use_impl("kernel"):
-        found, eager, exact = outcomes(call)
-    assert_no_worse(found[3:4], eager[3:4], exact[3:4], rounding=2**-11, least_scale=1.0)
+        actual, eager, exact = outcomes(call)
+    assert_no_worse(actual[3:4], eager[3:4], exact[3:4], rounding=2**-11, least_scale=1.0)
 
 
 @pytest.mark.usefixtures("path")
@@ -104,10 +104,10 @@ def test_samples_of_tiles_of_very_different_probability():
     bias[:] = -30.0
     likely = torch.tensor([0, 127, 128, 300, 301, 499], device=DEVICE)
     bias[likely] = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.3, 0.7], device=DEVICE)
-    found = ops.generator_head(x * 0, table, bias, *rest, KEY)[1]
+    sampled_M = ops.generator_head(x * 0, table, bias, *rest, KEY)[1]
     with use_impl("reference"):
-        assert torch.equal(found, ops.generator_head(x * 0, table, bias, *rest, KEY)[1])
-    assert torch.equal(found.unique(), likely)
+        assert torch.equal(sampled_M, ops.generator_head(x * 0, table, bias, *rest, KEY)[1])
+    assert torch.equal(sampled_M.unique(), likely)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="replaces the scan, which only the interpreter looks up at each call")
@@ -136,8 +136,8 @@ def test_block_sizes_change_no_sample(monkeypatch):
         results = [call.outcome()]
         for rows, splits in [(16, (1, 4)), (32, (2, 2))]:
             blocks = {"lse_sample_blocks": Blocks(rows, 128, 4, 1), "gradient_blocks": Blocks(rows, 64, 4, 1)}
-            for name, found in {**blocks, "choose_splits": splits}.items():
-                monkeypatch.setattr(generator_head_narrow, name, lambda *_, found=found: found)
+            for name, size in {**blocks, "choose_splits": splits}.items():
+                monkeypatch.setattr(generator_head_narrow, name, lambda *_, size=size: size)
             results.append(call.outcome())
         monkeypatch.setattr(generator_head, "NARROW_DTYPES", DTYPES["chunked"])
         for chunk_rows, saved in [(8, 0), (8, 8)]:
@@ -192,8 +192,8 @@ def test_registered_for_autograd_and_compilation(path):
 def test_compiles_as_one_graph():
     x, table, bias, target, _, slots = make_inputs(6, 140, 16)
     arguments = (x, table, bias, target, slots, KEY, 1.0, False)
-    found = torch.compile(by_kernels, backend="aot_eager", fullgraph=True)(*arguments)
-    assert_same_bits(found, by_kernels(*arguments))
+    outputs = torch.compile(by_kernels, backend="aot_eager", fullgraph=True)(*arguments)
+    assert_same_bits(outputs, by_kernels(*arguments))
 
 
 def test_splits_cover_the_vocabulary_and_fill_the_gpu():

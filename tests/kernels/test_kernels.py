@@ -51,9 +51,9 @@ def by_kernel(call, kernel="kernel"):
 def few_programs(monkeypatch):
     """So that a program has several tiles."""
     for module in pkgutil.iter_modules(electra_fast.kernels.__path__):
-        found = importlib.import_module(f"electra_fast.kernels.{module.name}")
-        if hasattr(found, "resident_programs") and module.name != "launch":
-            monkeypatch.setattr(found, "resident_programs", lambda *_: 3)
+        loaded = importlib.import_module(f"electra_fast.kernels.{module.name}")
+        if hasattr(loaded, "resident_programs") and module.name != "launch":
+            monkeypatch.setattr(loaded, "resident_programs", lambda *_: 3)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -208,7 +208,9 @@ WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kernel", "target", "sizes", "programs"), COMPILED, ids=[f"{each[:2]} {each[2]}" for each in COMPILED]
+    ("name", "kernel", "target", "sizes", "programs"),
+    COMPILED,
+    ids=[f"{case[:2]} {case[2]}" for case in COMPILED],
 )
 def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
     """Without spills, and as many programs fit as the launcher assumes."""
@@ -216,13 +218,13 @@ def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
     with by_kernel(call, kernel):
         codes = compile_launches(call.run, target, tuple(programs))
     assert codes.keys() == programs.keys()
-    for each, code in codes.items():
-        fitting = programs[each]
+    for kernel_name, code in codes.items():
+        fitting = programs[kernel_name]
         if fitting is programs_of_matmul_gelu:
             fitting = fitting(code, sizes[1], kernel, name == "gated_feed_forward")
         code.check(fitting(code) if callable(fitting) else fitting, SPILLED.get((name, kernel), 0))
-        if name in WITH_PRODUCTS - {"rotary_qkv"} or each == "_sum_by_position_kernel":
-            assert code.tensor_core_instructions > 0 or each in WITHOUT_TENSOR_CORES
+        if name in WITH_PRODUCTS - {"rotary_qkv"} or kernel_name == "_sum_by_position_kernel":
+            assert code.tensor_core_instructions > 0 or kernel_name in WITHOUT_TENSOR_CORES
 
 
 def test_sums_of_rows():
@@ -245,7 +247,7 @@ def test_a_gelu_in_a_product_is_profitable_where_there_are_tensor_cores(monkeypa
 def test_a_gelu_in_a_product_takes_what_is_not_rounded():
     """It takes the fp32 product and the bias gradient sums fp32 values: eager PyTorch's errors hide both."""
     call = CASES["bias_gelu"].call(torch.device(DEVICE), FP16, 100, 64, 96, True)
-    x, weight, bias = (each.detach() for each in call.args)
+    x, weight, bias = (tensor.detach() for tensor in call.args)
     weight, next_weight = weight.half(), weight.half().T.contiguous()
     h, y = matmul_gelu.matmul_gelu(x, weight, bias)
     exact_h = x.double() @ weight.double().T + bias.double()

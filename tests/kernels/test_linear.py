@@ -21,14 +21,14 @@ def test_gradients_of_weights_are_not_rounded(shape, dtype):
     call = Call("linear", linear, (normal(*shape, seed=0).to(dtype), weight, bias), dtype=dtype)
     call.args = tuple(x.requires_grad_() for x in call.args)
     with use_impl("kernel"):
-        found = call.outcome()
-        assert torch.equal(found[0], linear(call.args[0], weight, bias.detach()))
+        actual = call.outcome()
+        assert torch.equal(actual[0], linear(call.args[0], weight, bias.detach()))
     call._upstream = [x.to(dtype) for x in call._upstream]
     with use_impl("reference"):
         eager = call.outcome()
         truth = call.outcome(torch.float64)
-    assert excess(found, eager, truth, 1.0, 0.0) <= 1
-    for ours, exact in zip(found[2:], truth[2:], strict=True):
+    assert excess(actual, eager, truth, 1.0, 0.0) <= 1
+    for ours, exact in zip(actual[2:], truth[2:], strict=True):
         assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
@@ -44,17 +44,17 @@ def test_casts_are_made_anew_for_each_context_and_used_in_it_alone():
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(DEVICE)
     with use_impl("kernel"):
         casts = WeightCasts(model, torch.bfloat16)
-        kept = []
+        copies = []
         for _ in range(2):
             with torch.no_grad():
                 model[2].weight += 1.0
             with casts.current():
-                kept.append(cast(model[2].weight, torch.bfloat16))
-                assert torch.equal(kept[-1], model[2].weight.bfloat16())
+                copies.append(cast(model[2].weight, torch.bfloat16))
+                assert torch.equal(copies[-1], model[2].weight.bfloat16())
                 assert cast(model[2].weight, torch.float16).dtype == torch.float16
-            found = cast(model[2].weight, torch.bfloat16)
-            assert torch.equal(found, kept[-1]) and found.data_ptr() != kept[-1].data_ptr()
-        assert kept[0].data_ptr() == kept[1].data_ptr()  # which a captured graph relies on
+            fresh = cast(model[2].weight, torch.bfloat16)
+            assert torch.equal(fresh, copies[-1]) and fresh.data_ptr() != copies[-1].data_ptr()
+        assert copies[0].data_ptr() == copies[1].data_ptr()  # which a captured graph relies on
 
 
 def test_a_context_ends_with_an_error_and_casts_nothing_where_nothing_is_cast():

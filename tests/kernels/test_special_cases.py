@@ -65,9 +65,9 @@ class TestDropout:
         x = torch.ones(50, 8, device=DEVICE)
         torch.manual_seed(3)
         with use_impl("reference"):  # a CPU draws in a form of its own: tests/ops/test_cpu_ops.py
-            found = ops.dropout(x, Dropout(0.3, None, 9))
+            actual = ops.dropout(x, Dropout(0.3, None, 9))
         torch.manual_seed(3)
-        assert torch.equal(found, torch.nn.functional.dropout(x, 0.3))
+        assert torch.equal(actual, torch.nn.functional.dropout(x, 0.3))
         assert ops.dropout(x, Dropout(0.0, KEY, 9)) is x
 
 
@@ -101,8 +101,8 @@ class TestNorms:
         norm_bias = normal(128, seed=2)
         flat = torch.full_like(x, 3.0)
         assert torch.equal(residual_norm.layer_norm(flat, weight, norm_bias, EPS), norm_bias.expand(8, -1))
-        found, expected = (f(x + 1000, weight, norm_bias, 1e-5) for f in (residual_norm.layer_norm, ops.layer_norm))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        actual, expected = (f(x + 1000, weight, norm_bias, 1e-5) for f in (residual_norm.layer_norm, ops.layer_norm))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
         assert residual_norm.layer_norm(x.view(2, 4, 128), weight, None, 1e-5).shape == (2, 4, 128)
 
     def test_sums_by_position_in_chunks(self, monkeypatch):
@@ -111,10 +111,10 @@ class TestNorms:
         random = torch.Generator().manual_seed(0)
         dz = torch.randn(900, 72, generator=random)
         positions = torch.randint(0, 130, (900,), generator=random)
-        found = embedding_norm.sum_by_position(dz.to(DEVICE), positions.to(DEVICE), 140, True)
+        sums = embedding_norm.sum_by_position(dz.to(DEVICE), positions.to(DEVICE), 140, True)
         expected = torch.zeros(140, 72, dtype=torch.float64).index_add_(0, positions, dz.double())
-        torch.testing.assert_close(found.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
-        assert (found[130:] == 0).all()
+        torch.testing.assert_close(sums.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
+        assert (sums[130:] == 0).all()
 
     def test_the_dtype_of_ids_does_not_matter(self):
         call = call_of("embedding_norm", 50, 64, 300, 32, 0.1)
@@ -136,8 +136,8 @@ def test_thresholds_of_samples_at_and_beside_the_word_that_is_drawn():
     for threshold in (0, 2**31, 2**32, *coin_M[:4].tolist(), *(coin_M[:4] + 1).tolist()):
         table_V2[:, 0] = threshold
         table_V2[:, 1] = torch.tensor([1, 0])
-        found = sample_alias.sample_alias(table_V2, slot_M, key)
-        assert torch.equal(found, sample_alias_reference(table_V2, slot_M, key))
+        sampled_M = sample_alias.sample_alias(table_V2, slot_M, key)
+        assert torch.equal(sampled_M, sample_alias_reference(table_V2, slot_M, key))
 
 
 def test_large_ids_do_not_wrap():
@@ -191,8 +191,8 @@ class TestBlockedAttention:
     def small_blocks(self, monkeypatch):
         """So that short rows have several, with dropout of half as many keys."""
         monkeypatch.setattr(short_attention, "has_whole_rows", lambda *_: False)
-        for name, own, other in (("FORWARD", 16, 32), ("BACKWARD", 32, 32)):
-            tile = {"OWN": own, "OTHER": other, "num_warps": 4, "num_stages": 1}
+        for name, rows, other in (("FORWARD", 16, 32), ("BACKWARD", 32, 32)):
+            tile = {"OWN": rows, "OTHER": other, "num_warps": 4, "num_stages": 1}
             monkeypatch.setattr(blocked_attention, name, tile)
 
     @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ class TestBlockedAttention:
     def test_visits_what_shares_a_segment_with_a_block(self, window):
         """Padding among it, which does not share one with the first segment; the row ends within a block."""
         ids = [1] * 21 + [2] * 11 + [3] + [4] * 18 + [0] * 8
-        found = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
-        _visited[(4,)](torch.tensor(ids, device=DEVICE), found, 59, 64, 16, window)
-        for start, (begin, end) in zip(range(0, 64, 16), found.tolist(), strict=True):
-            own = set(ids[start : start + 16])
+        ranges = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+        _visited[(4,)](torch.tensor(ids, device=DEVICE), ranges, 59, 64, 16, window)
+        for start, (begin, end) in zip(range(0, 64, 16), ranges.tolist(), strict=True):
+            segments = set(ids[start : start + 16])
             reach = 64 if window is None else window
-            shared = [n for n, id in enumerate(ids) if id in own and start - reach <= n < start + 16 + reach]
+            shared = [n for n, id in enumerate(ids) if id in segments and start - reach <= n < start + 16 + reach]
             assert (begin, end) == (shared[0] // 4 * 4, shared[-1] + 1)
 
     def test_ids_need_not_ascend(self):
@@ -270,8 +270,8 @@ class TestSublayers:
     def test_frozen_weights_and_no_gradients_at_all(self, name, sizes):
         call = call_of(name, *sizes)
         x, weights, *rest = call.args
-        weights = type(weights)(*(each.detach() for each in weights))
-        rest = [Dropout() if isinstance(each, Dropout) else each for each in rest]
+        weights = type(weights)(*(item.detach() for item in weights))
+        rest = [Dropout() if isinstance(item, Dropout) else item for item in rest]
         with use_impl("kernel"):
             y = call.function(x, weights, *rest)
             (dx,) = torch.autograd.grad(y.sum(), x)
@@ -290,5 +290,5 @@ class TestSublayers:
         with FakeTensorMode():
             x = torch.empty(5, 64, dtype=torch.bfloat16, device="cuda")
             for target, expected in ((90, True), (80, False), (100, False), ("gfx942", False)):
-                monkeypatch.setattr(launch, "card", lambda _, found=target: card_of_target(found))
+                monkeypatch.setattr(launch, "card", lambda _, card_target=target: card_of_target(card_target))
                 assert supports(x, 256) == expected and not supports(x.float(), 256)

@@ -99,10 +99,10 @@ def check_step(tiny_corpus, config, attention, monkeypatch):
         key = RngKey(seed_and_step, first_row)
         denominators = objective.loss_denominators(batch)
         output = objective.forward(network, MicroBatch(batch, compute, key, denominators))
-        found = output.predictions
+        predictions = output.predictions
         assert output.loss.dtype == torch.float32 and denominators["tokens"].dtype == torch.float64
-        assert found is None or found.logits_T.shape == found.replaced_T.shape == (4 * 32,)
-        predicted = [] if found is None else vars(found).values()
+        assert predictions is None or predictions.logits_T.shape == predictions.replaced_T.shape == (4 * 32,)
+        predicted = [] if predictions is None else vars(predictions).values()
         for tensor in (output.loss, *output.totals.values(), *predicted, *denominators.values()):
             assert tensor.is_cuda
         for parameter in network.parameters():
@@ -180,18 +180,18 @@ def pretend(monkeypatch, card):
 def checked(check, step, config, compute, backends=(), compares_shapes=False):
     """Adds the records of a check of attention backends, or of operations, and returns the calls that it expects."""
     told = []
-    what = "attention" if backends else "operations"
-    checker = FinishedCheck(Request(what, config, None, "cuda:0", compute, 2, tuple(backends)), told.append)
+    subject = "attention" if backends else "operations"
+    checker = FinishedCheck(Request(subject, config, None, "cuda:0", compute, 2, tuple(backends)), told.append)
     checker.batch = step._batch(2)
     checker.compares_shapes = compares_shapes
     checker.observe(step._model.train(), on_cuda(torch.zeros(2, dtype=torch.int64)))
-    check.records |= {(each.operation, each.implementation): each for each in told}
+    check.records |= {(record.operation, record.implementation): record for record in told}
     return checker.expected
 
 
 @pytest.mark.parametrize(
     ("recipe", "card", "changes"),
-    [pytest.param(*each, marks=() if each[1:] == ("H100", {}) else pytest.mark.slow) for each in GRID],
+    [pytest.param(*case, marks=() if case[1:] == ("H100", {}) else pytest.mark.slow) for case in GRID],
 )
 def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
     """Operations by number, and for each that was found faster by a kernel, the kernel.

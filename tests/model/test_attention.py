@@ -88,22 +88,22 @@ def test_the_reference_attends_within_the_window() -> None:
     _, borders = ragged()
     q, k, v = random_qkv(torch.float64)
     window = 7
-    found = attention_reference(q, k, v, borders, window)
+    actual = attention_reference(q, k, v, borders, window)
     for start, end in itertools.pairwise(borders.tolist()):
         for i in range(start, end):
             near = slice(max(start, i - window), min(end, i + window + 1))
             weights_NJ = (torch.einsum("nh,jnh->nj", q[i], k[near]) * HEAD_DIM**-0.5).softmax(-1)
-            assert (found[i] - torch.einsum("nj,jnh->nh", weights_NJ, v[near])).abs().max() < 1e-12
+            assert (actual[i] - torch.einsum("nj,jnh->nh", weights_NJ, v[near])).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("window", [None, 1, 400])
 def test_sdpa_equals_the_reference(window: int | None) -> None:
     mask = packed_mask("sdpa", window, num_spare=3)
-    found = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask))
-    for a, b in zip(found, truth(torch.float64, window=window), strict=True):
+    actual = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask))
+    for a, b in zip(actual, truth(torch.float64, window=window), strict=True):
         assert (a - b).abs().max() < 1e-12
     whole_rows = attend(*random_qkv(torch.float64), AttentionMask.padded(len(LENGTHS), LENGTH, None))
-    assert (whole_rows - found[0]).abs().max() > 0.1
+    assert (whole_rows - actual[0]).abs().max() > 0.1
 
 
 @eager_flex
@@ -113,8 +113,8 @@ def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch, window: int 
     # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     mask = packed_mask("flex", window)
-    found = outcome(random_qkv(torch.float32), lambda *qkv: attend(*qkv, mask))
-    for a, b in zip(found, truth(torch.float32, window=window), strict=True):
+    actual = outcome(random_qkv(torch.float32), lambda *qkv: attend(*qkv, mask))
+    for a, b in zip(actual, truth(torch.float32, window=window), strict=True):
         assert (a - b).abs().max() < 1e-5
 
 
@@ -123,13 +123,13 @@ def test_padding_far_from_every_token_attends_to_itself() -> None:
     keep = torch.arange(LENGTH) < lengths[:, None]
     mask = AttentionMask.padded(3, LENGTH, keep, local_attention=8)
     assert mask.local is not None and mask.window is None
-    found, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask.local))
+    actual, *grads = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask.local))
     borders = torch.tensor(
         [0, *(x for row in range(3) for x in (row * LENGTH + int(lengths[row]), (row + 1) * LENGTH))]
     )
     expected = attention_reference(*random_qkv(torch.float64), borders, 4)
-    assert (found - expected)[keep.flatten()].abs().max() < 1e-12
-    assert all(x.isfinite().all() for x in (found, *grads))
+    assert (actual - expected)[keep.flatten()].abs().max() < 1e-12
+    assert all(x.isfinite().all() for x in (actual, *grads))
 
 
 def test_masks_are_local_only_where_a_model_is() -> None:
@@ -158,9 +158,9 @@ def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, windo
         q = ops.rotate(q, *rotary)
         k = ops.rotate(k, *rotary)
         angles = (rotary[0][:, 0], rotary[1][:, 0])
-    found = short_attention_reference(product, bias, ids, *angles, NUM_HEADS, window, Dropout())
+    actual = short_attention_reference(product, bias, ids, *angles, NUM_HEADS, window, Dropout())
     expected = attention_reference(q, k, v, borders, window).flatten(1)
-    assert (found - expected).abs().max() < 1e-12
+    assert (actual - expected).abs().max() < 1e-12
 
 
 def test_short_draws_a_mask_for_each_weight() -> None:
@@ -173,8 +173,8 @@ def test_short_draws_a_mask_for_each_weight() -> None:
     ids = torch.ones_like(ids)
     arguments = (None, ids, None, None, NUM_HEADS, None)
     out = short_attention_reference(product, *arguments, dropout).view(300, NUM_HEADS, HEAD_DIM)
-    kept = ops.dropout_reference(torch.ones(300, NUM_HEADS * 100), dropout).view(300, NUM_HEADS, 100)
-    torch.testing.assert_close(out, kept.mean(2)[:, :, None].expand(out.shape))
+    weights = ops.dropout_reference(torch.ones(300, NUM_HEADS * 100), dropout).view(300, NUM_HEADS, 100)
+    torch.testing.assert_close(out, weights.mean(2)[:, :, None].expand(out.shape))
     last = Dropout(0.3, torch.tensor([3, 4, 700]), 6)
     again = short_attention_reference(product[200:], None, ids[2:], None, None, NUM_HEADS, None, last)
     assert torch.equal(again.view(100, NUM_HEADS, HEAD_DIM), out[200:])
@@ -187,7 +187,7 @@ def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
     width = NUM_HEADS * HEAD_DIM
     x, weight = (torch.randn(n, width, generator=random, dtype=torch.float64) for n in (300, 3 * width))
     x /= width
-    found = [
+    outputs = [
         self_attention(
             x,
             weight,
@@ -199,7 +199,7 @@ def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
         )
         for backend in ("sdpa", "short")
     ]
-    assert (found[0] - found[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
+    assert (outputs[0] - outputs[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
 
 
 # Around one block and two.
@@ -293,8 +293,8 @@ def test_the_reference_ignores_empty_segments() -> None:
     qkv = random_qkv(torch.float64)
     borders = ragged()[1]
     expected = outcome(qkv, lambda *x: attention_reference(*x, borders))
-    found = outcome(qkv, lambda *x: attention_reference(*x, ragged(num_spare=3)[1]))
-    assert all(map(torch.equal, found, expected))
+    actual = outcome(qkv, lambda *x: attention_reference(*x, ragged(num_spare=3)[1]))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_sdpa_never_takes_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ class Case:
 def test_outputs_and_gradients_are_those_of_the_formula(name: str, impl) -> None:
     case = Case(*LENGTHS[name])
     with ops.use_impl(impl):
-        found = case.found()
-    for ours, theirs in zip(found, case.reference(), strict=True):
+        actual = case.found()
+    for ours, theirs in zip(actual, case.reference(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -114,8 +114,8 @@ def test_some_queries_get_what_all_get() -> None:
         allowed_nT[number, case.offsets[case.offsets.index(end) - 1] : end] = True
     q, k, v = case.qkv_TX.view(-1, 3, HEADS, HEAD_DIM).unbind(1)
     some = (case.positions_SY, case.relative, Queries(index_n, allowed_nT), Dropout())
-    found = disentangled_query_attention(q[index_n], k, v.float(), *some)
-    torch.testing.assert_close(found.double(), case.reference()[0][index_n], rtol=1e-5, atol=1e-5)
+    actual = disentangled_query_attention(q[index_n], k, v.float(), *some)
+    torch.testing.assert_close(actual.double(), case.reference()[0][index_n], rtol=1e-5, atol=1e-5)
 
 
 def test_dropped_attention_weights_keep_the_mean() -> None:
@@ -124,9 +124,9 @@ def test_dropped_attention_weights_keep_the_mean() -> None:
     case.positions_SY = case.positions_SY * 0
     torch.manual_seed(0)
     dropped = case.found(dropout=0.2)[0]
-    kept = case.found()[0]
-    assert not torch.equal(dropped, kept)
-    assert (dropped - kept).view(400, 9, -1).mean(0).abs().max() < 0.1
+    undropped = case.found()[0]
+    assert not torch.equal(dropped, undropped)
+    assert (dropped - undropped).view(400, 9, -1).mean(0).abs().max() < 0.1
 
 
 def test_only_the_discriminators_summand_learns_from_the_discriminator() -> None:

@@ -70,7 +70,7 @@ def test_equals_the_reference_with_and_without_one_buffer(window: int | None) ->
     weight = torch.randn(24, 8, generator=random)
     bias = torch.randn(24, generator=random)
     dout = torch.randn(16, 8, generator=random)
-    leaves = [each.double().requires_grad_() for each in (x, weight, bias)]
+    leaves = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     q, k, v = torch.nn.functional.linear(*leaves).view(16, 3, 2, 4).unbind(1)
     truth = attention_reference(q, k, v, OFFSETS, window).flatten(1)
     expected = torch.autograd.grad(truth, leaves, dout.double(), retain_graph=True)
@@ -108,7 +108,7 @@ def test_names_what_is_missing(package: types.ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     assert "this one does not: ModuleNotFoundError" in str(flash_attention_4.missing(hopper, 64))
     monkeypatch.undo()
-    if "flash-attn-4" not in {each.name for each in metadata.distributions()}:
+    if "flash-attn-4" not in {distribution.name for distribution in metadata.distributions()}:
         assert (
             flash_attention_4.missing(hopper, 64) == "the package flash-attn-4 (pip install 'flash-attn-4>=4.0.0b36')"
         )

@@ -45,8 +45,8 @@ def products(x, weight, dy):
     return x @ weight.T, dy @ weight, dy.T @ x, torch.addmm(weight[:, 0], x, weight.T), batched
 
 
-def relative(found, exact):
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+def relative(actual, exact):
+    return float((actual.double() - exact).abs().max() / exact.abs().max())
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)
@@ -55,9 +55,9 @@ def test_products_are_those_of_fp32_and_repeat(onednn, tokens, inputs, outputs):
     factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
     exact = products(*(factor.double() for factor in factors))
     with use_matmul(ONEDNN):
-        found = products(*factors)
+        actual = products(*factors)
         again = products(*factors)
-    for ours, theirs, expected in zip(found, again, exact, strict=True):
+    for ours, theirs, expected in zip(actual, again, exact, strict=True):
         assert relative(ours, expected) < MAX_DIFFERENCE and torch.equal(ours, theirs)
 
 
@@ -133,7 +133,7 @@ def test_the_clearly_faster_library_is_chosen():
     assert measured(2.0, 1.0).fastest == measured(1.01 * MIN_SPEEDUP, 1.0).fastest == ONEDNN
     assert measured(0.99 * MIN_SPEEDUP, 1.0).fastest == measured(1.0, 2.0).fastest == DEFAULT
     mixed = {DEFAULT: (1.0, 1.0, 1.0), ONEDNN: (0.2, 1.2, 1.2)}  # all kinds together count
-    seconds = {name: dict(zip(KINDS, each, strict=True)) for name, each in mixed.items()}
+    seconds = {name: dict(zip(KINDS, times, strict=True)) for name, times in mixed.items()}
     assert MatmulMeasurement(seconds, 0.0).fastest == DEFAULT
     ratios = "forward 2.00, input gradient 2.00, weight gradient 2.00"
     assert str(measured(2.0, 1.0)) == f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
@@ -145,16 +145,16 @@ def test_rounded_factors_are_never_chosen(tokens, inputs, outputs):
     factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
     rounded = products(*(factor.bfloat16().float() for factor in factors))
     for ours, expected in zip(rounded, products(*factors), strict=True):
-        found = measured(10.0, 1.0, relative(ours, expected.double()))
-        assert found.fastest == DEFAULT and "differ by " in str(found)
+        measurement = measured(10.0, 1.0, relative(ours, expected.double()))
+        assert measurement.fastest == DEFAULT and "differ by " in str(measurement)
 
 
 def test_a_measurement_has_all_products(onednn):
     before = torch.get_rng_state()
     threads = torch.get_num_threads()
     for recipe in ("google", "modern"):
-        found = measure_matmul(Config.preset("tiny", recipe).model, 128)
-        assert 0 < found.difference < MAX_DIFFERENCE or found.fastest == DEFAULT
-        assert all(found.seconds[name][kind] > 0 for name in (DEFAULT, ONEDNN) for kind in KINDS)
+        measurement = measure_matmul(Config.preset("tiny", recipe).model, 128)
+        assert 0 < measurement.difference < MAX_DIFFERENCE or measurement.fastest == DEFAULT
+        assert all(measurement.seconds[name][kind] > 0 for name in (DEFAULT, ONEDNN) for kind in KINDS)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
     assert SWITCH.fp32_precision != "bf16"

@@ -95,12 +95,12 @@ def check_logits(model: Electra, theirs: torch.nn.Module, role: str, batches: li
     for batch in batches:
         with torch.no_grad():
             expected = their_logits(theirs, batch)
-            found = logits(model, role, batch)
-        assert found.dtype == torch.float32 and found.shape == expected.shape
+            actual = logits(model, role, batch)
+        assert actual.dtype == torch.float32 and actual.shape == expected.shape
         # Logits that differ from token to token: equality can't come from constants.
         assert expected.std() > 0.01
         is_token = tokens_of(model, batch)
-        assert (found - expected)[is_token].abs().max() <= 1e-5
+        assert (actual - expected)[is_token].abs().max() <= 1e-5
 
 
 def tokens_of(model: Electra, batch: dict[str, Tensor]) -> Tensor:
@@ -112,8 +112,8 @@ def tokens_of(model: Electra, batch: dict[str, Tensor]) -> Tensor:
 
 def their_logits(theirs: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Of a token classifier, those of its last label, "replaced"."""
-    found: Tensor = theirs(**batch).logits
-    return found[..., -1] if "TokenClassification" in type(theirs).__name__ else found
+    logits_BL: Tensor = theirs(**batch).logits
+    return logits_BL[..., -1] if "TokenClassification" in type(theirs).__name__ else logits_BL
 
 
 def logits(model: Electra, role: str, batch: dict[str, Tensor]) -> Tensor:
@@ -144,15 +144,15 @@ def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role
     model = make("tiny", recipe, changes, vocab_size=200)
     theirs = twin(model, role, tmp_path)
     batch = inputs(200, 24, True, model.config.model.architecture)
-    found = logits(model, role, batch)
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    actual = logits(model, role, batch)
+    weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(5))
     weight[~tokens_of(model, batch)] = 0
-    (found * weight).mean().backward()
+    (actual * weight).mean().backward()
     (their_logits(theirs, batch) * weight).mean().backward()
 
-    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     expected = {name: p.grad for name, p in theirs.named_parameters()}
-    grads = to_hf(own, role, role_shape(model.config, role))
+    grads = to_hf(gradients, role, role_shape(model.config, role))
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         bound = 1e-5 * max(1.0, expected[name].abs().max().item())

@@ -71,8 +71,8 @@ def expected_reward(model):
 
 
 def generator_gradient(model):
-    found = [p.grad.flatten() for name, p in model.named_parameters() if name.startswith(GENERATOR)]
-    return torch.cat(found)
+    gradients = [p.grad.flatten() for name, p in model.named_parameters() if name.startswith(GENERATOR)]
+    return torch.cat(gradients)
 
 
 def test_the_estimator_is_unbiased(model):
@@ -98,6 +98,6 @@ def test_the_estimator_is_unbiased(model):
 def test_metrics_tell_the_reward(model):
     output = run(model, 5_000, 0)
     objective = objective_of(model.config)
-    found = objective.metrics({name: float(total) for name, total in output.totals.items()})
-    assert found["reward"] == pytest.approx(expected_reward(model) / 2, rel=0.04)
-    assert found["loss"] == pytest.approx(found["policy_loss"] + found["baseline_loss"], rel=1e-4)
+    metrics = objective.metrics({name: float(total) for name, total in output.totals.items()})
+    assert metrics["reward"] == pytest.approx(expected_reward(model) / 2, rel=0.04)
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + metrics["baseline_loss"], rel=1e-4)

@@ -68,5 +68,5 @@ def test_loss_and_gradients_are_those_of_the_published_step(kernel_size):
     for role, network in networks.items():
         theirs = {name: p.grad for name, p in network.named_parameters()}
         for name, names in weights.pairs(role, role_shape(model.config, role)):
-            expected = torch.cat([theirs[each] for each in names])
+            expected = torch.cat([theirs[key] for key in names])
             assert (ours[name] - expected).abs().max() <= 1e-4 * max(1e-3, expected.abs().max().item()), name

@@ -132,5 +132,5 @@ def test_disallow_correct_and_temperature():
     assert torch.equal(output.predictions.replaced_T, drawn)
 
     cold = run(make_model(make_config(**{"objective.temperature": "0.001"})), batch)
-    kept = cold.totals["masked_weight"] - cold.totals["replaced"]
-    assert kept == cold.totals["generator_correct"]  # at temperature 0 the sample is the argmax
+    unchanged = cold.totals["masked_weight"] - cold.totals["replaced"]
+    assert unchanged == cold.totals["generator_correct"]  # at temperature 0 the sample is the argmax

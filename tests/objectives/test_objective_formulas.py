@@ -113,19 +113,19 @@ class Transcription:
             if name == "mlm":
                 continue
             if "encoder" in self.model.networks:
-                found = self.hidden("encoder", corrupted)
+                hidden = self.hidden("encoder", corrupted)
                 for at in range(end - start):
                     truth = original.get(at, masked_ids[at])
-                    p = self.log_probabilities("encoder", found[at]).exp()[truth]
+                    p = self.log_probabilities("encoder", hidden[at]).exp()[truth]
                     if name == "all-tokens-mlm":
-                        copied = self.sigmoid("copy_head", found[at])
+                        copied = self.sigmoid("copy_head", hidden[at])
                         p = copied * (corrupted[at] == truth) + (1 - copied) * p
                     if name == "all-tokens-mlm" or at in slots:
                         sums["enc"] = sums["enc"] - p.log()
                 continue
-            found = self.hidden("discriminator", corrupted)
+            hidden = self.hidden("discriminator", corrupted)
             for at in range(end - start):
-                p = self.replaced(found[at], found[0])
+                p = self.replaced(hidden[at], hidden[0])
                 right = p if wrong[at] else 1 - p
                 if name == "electra15" and not (at in slots if counted is None else counted[row, start + at]):
                     continue
@@ -141,9 +141,9 @@ class Transcription:
                     q = right.detach()
                     sums["base"] = sums["base"] - q * value.log() - (1 - q) * (1 - value).log()
                 if objective.corrective_weight and at in slots:
-                    sums["fix"] = sums["fix"] - self.log_probabilities("corrective", found[at])[original[at]]
+                    sums["fix"] = sums["fix"] - self.log_probabilities("corrective", hidden[at])[original[at]]
             if objective.contrastive_weight:
-                p = self.sigmoid("sentence_head", found[0])
+                p = self.sigmoid("sentence_head", hidden[0])
                 sums["sent"] = sums["sent"] - (p if any(wrong) else 1 - p).log()
         masked, tokens, segments = counts
         has_likelihood = name not in ("adversarial", "two-stage")
@@ -186,12 +186,12 @@ def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
     theirs = dict(written_out.model.named_parameters())
     for parameter_name, parameter in model.named_parameters():
         gradient = theirs[parameter_name].grad
-        found = parameter.grad
+        actual = parameter.grad
         if gradient is None:
-            assert found is None or not found.any(), parameter_name
+            assert actual is None or not actual.any(), parameter_name
             continue
         bound = 1e-4 * max(1e-3, gradient.abs().max().item())
-        assert (found - gradient).abs().max() <= bound, parameter_name
+        assert (actual - gradient).abs().max() <= bound, parameter_name
     assert sum(gradient.grad is not None for gradient in theirs.values()) > 15
     summary = objective.metrics({total: float(value) for total, value in output.totals.items()})
     assert summary["loss"] == pytest.approx(expected.item(), rel=1e-5)

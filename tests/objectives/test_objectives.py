@@ -32,9 +32,9 @@ def test_an_objective_keeps_its_contract(name):
     assert set(output.totals) <= set(objective.metric_totals) and output.totals["tokens"] == 40
     assert all(total.shape == () and not total.requires_grad for total in output.totals.values())
     totals = dict.fromkeys(objective.metric_totals, 0.0)
-    found = objective.metrics(totals | {total: float(value) for total, value in output.totals.items()})
-    assert tuple(found)[: len(METRICS)] == METRICS
-    assert found["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
+    metrics = objective.metrics(totals | {total: float(value) for total, value in output.totals.items()})
+    assert tuple(metrics)[: len(METRICS)] == METRICS
+    assert metrics["loss"] == pytest.approx(output.loss.item(), rel=1e-5)
     networks = objective.networks()
     assert tuple(networks) == tuple(model.networks) == OBJECTIVE_SPECS[objective.name].roles[-len(networks) :]
     for role, network in networks.items():
@@ -61,9 +61,9 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
     samples = [generate(model, inputs, RngKey(KEY + step)).sample_M for step in range(20)]
     assert all((sample_M < num_entries).all() for sample_M in samples) and len(torch.cat(samples).unique()) > 5
     run(model, batch).loss.backward()
-    tables = [each for each in model.parameters() if len(each) == VOCAB and each.grad is not None]
-    assert tables and not any(each.grad[num_entries:].any() for each in tables)
-    assert any(each.grad[:num_entries].any() for each in tables)
+    tables = [table for table in model.parameters() if len(table) == VOCAB and table.grad is not None]
+    assert tables and not any(table.grad[num_entries:].any() for table in tables)
+    assert any(table.grad[:num_entries].any() for table in tables)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert last["loss"] < first["loss"]
     assert_same_run(resumed(tmp_path / "run", tmp_path / "again", 15, validation_corpus, settings), tmp_path / "run")
 
-    found = ef.evaluate(tmp_path / "run", validation_corpus)
+    metrics = ef.evaluate(tmp_path / "run", validation_corpus)
     validation = lines(tmp_path / "run", "evaluations.jsonl")[-1]
-    assert found.keys() - {"unigram_sequence_length"} == validation.keys() - {"step"} | {"unigram_auc"}
-    has_detector = "discriminator" in name or found["discriminator_accuracy"] is not None
-    assert (found["discriminator_auc"] is not None) == has_detector
+    assert metrics.keys() - {"unigram_sequence_length"} == validation.keys() - {"step"} | {"unigram_auc"}
+    has_detector = "discriminator" in name or metrics["discriminator_accuracy"] is not None
+    assert (metrics["discriminator_auc"] is not None) == has_detector
     if "plain" in name:
         with pytest.raises(ValueError, match='no class of transformers has model.heads = "plain"'):
             ef.export(tmp_path / "run", out=tmp_path / "hf")
@@ -139,8 +139,8 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         assert torch.equal(getattr(theirs, logits)(ids), getattr(ours, logits)(ids))
     if "corrective" in name:
         exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16)
-        assert exported["discriminator_auc"] == pytest.approx(found["discriminator_auc"], abs=1e-6)
-        assert "corrective_loss" in found and "corrective_loss" not in exported  # the folder has no such head
+        assert exported["discriminator_auc"] == pytest.approx(metrics["discriminator_auc"], abs=1e-6)
+        assert "corrective_loss" in metrics and "corrective_loss" not in exported  # the folder has no such head
     # What is fine-tuned is the result, not its generator, from the run as from the export.
     encoder = load_encoder(tmp_path / "run")
     again = load_encoder(tmp_path / "hf")
@@ -180,10 +180,10 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     ef.export(tmp_path / "run", out=tmp_path / "hf")
     expected = ef.evaluate(tmp_path / "run", validation_corpus)
     assert "note" not in capsys.readouterr().err
-    found = ef.evaluate(tmp_path / "hf", validation_corpus)
-    assert [each is None for each in found.values()] == [each is None for each in expected.values()]
-    expected = {name: each for name, each in expected.items() if each is not None}
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    metrics = ef.evaluate(tmp_path / "hf", validation_corpus)
+    assert [value is None for value in metrics.values()] == [value is None for value in expected.values()]
+    expected = {name: value for name, value in expected.items() if value is not None}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
 
     ef.import_(tmp_path / "hf", out=tmp_path / "imported")

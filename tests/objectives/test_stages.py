@@ -50,10 +50,10 @@ def changed(run, before, after):
     """The submodules of which every parameter, or none, changed between two steps."""
     first = read(run, before)
     second = read(run, after)
-    found = {}
+    outcomes = {}
     for name in first:
-        found.setdefault(name.partition(".")[0], set()).add(not torch.equal(first[name], second[name]))
-    return tuple({module for module, each in found.items() if each == {value}} for value in (True, False))
+        outcomes.setdefault(name.partition(".")[0], set()).add(not torch.equal(first[name], second[name]))
+    return tuple({module for module, values in outcomes.items() if values == {value}} for value in (True, False))
 
 
 def num_updates(run, *steps):
@@ -113,7 +113,7 @@ OTHERS = [("two-stage", SWITCH + 3), ("generator first", FIRST - 3), ("generator
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [*RESUMED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+    ("name", "step"), [*RESUMED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpus, tmp_path, capsys, name, step):
     whole = run_of(name)

@@ -115,10 +115,12 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(gradient, out.detach())  # the mask is the same in both directions
     values = out.detach().float()
-    kept = values[values != 0]
-    assert len(kept) / values.numel() == pytest.approx(1 - probability, abs=0.003)
+    nonzero = values[values != 0]
+    assert len(nonzero) / values.numel() == pytest.approx(1 - probability, abs=0.003)
     assert (
-        kept.min() == kept.max() == pytest.approx(1 / (1 - probability), rel=5e-3 if dtype == torch.bfloat16 else 1e-4)
+        nonzero.min()
+        == nonzero.max()
+        == pytest.approx(1 / (1 - probability), rel=5e-3 if dtype == torch.bfloat16 else 1e-4)
     )
     columns = values.mean(0)
     rows = values.mean(1)
@@ -217,7 +219,7 @@ def test_attention_within_segments_is_that_of_masked_rows(poisoned_memory, windo
         return attention_formula(x, AttentionMask(NUM_ROWS, LENGTH, dense_B1LL=mask.dense()), num_heads, 0.0)
 
     ours = attended_by(lambda x: segment_attention(x, mask.segments(dtype), num_heads), dtype)
-    expected, exact = (attended_by(formula, each) for each in (dtype, torch.float64))
+    expected, exact = (attended_by(formula, precision) for precision in (dtype, torch.float64))
     assert_no_worse(ours, expected, exact, rounding=ROUNDING[dtype])
 
 
@@ -240,11 +242,11 @@ def test_long_rows_are_left_to_torch(monkeypatch, rotary):
     calls = []
     original = cpu_ops.self_attention
     monkeypatch.setattr(cpu_ops, "self_attention", lambda *args: calls.append(args[-1]) or original(*args))
-    found = []
+    outputs = []
     for longest in (mask.length, mask.length - 1):
         monkeypatch.setattr(cpu_ops, "MAX_ROW", longest)
-        found.append(self_attention(x, weight, None, mask, 2, ops.Dropout(), angles))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+        outputs.append(self_attention(x, weight, None, mask, 2, ops.Dropout(), angles))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
     self_attention(x, weight, None, mask, 2, ops.Dropout(0.1), angles)
     assert calls == [0.0, 0.1]
 
@@ -265,4 +267,4 @@ def test_tokens_that_attend_to_nothing_are_finite(dtype):
     qkv_TX, upstream_TD, mask = attention_inputs(2, dtype)
     mask.dense_B1LL[1:3] = False
     ours = attended((qkv_TX * 30, upstream_TD, mask), 2)
-    assert all(each.isfinite().all() for each in ours)
+    assert all(tensor.isfinite().all() for tensor in ours)

@@ -32,8 +32,8 @@ def words(*values: int) -> tuple[Tensor, ...]:
 def test_philox_gives_the_known_answers_of_random123(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    found = philox(words(*counter), words(*key))  # type: ignore[arg-type]
-    assert tuple(int(word) for word in found) == expected
+    actual = philox(words(*counter), words(*key))  # type: ignore[arg-type]
+    assert tuple(int(word) for word in actual) == expected
 
 
 def draw(logits_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:

@@ -70,7 +70,7 @@ def test_errors_are_at_most_those_of_the_definition(shape, dtype):
     exact, _ = run(plain, inputs, upstream, torch.float64)
     assert torch.equal(is_argmax, reference_is_argmax)
     parameter_dtype = torch.promote_types(dtype, torch.float32)
-    assert [found.dtype for found in ours] == [parameter_dtype, dtype, parameter_dtype, parameter_dtype]
+    assert [tensor.dtype for tensor in ours] == [parameter_dtype, dtype, parameter_dtype, parameter_dtype]
     assert_no_worse(ours, reference, exact, rounding=ROUNDING[dtype], least_scale=1.0)
 
 
@@ -122,9 +122,9 @@ def test_compiles_as_one_graph():
     upstream = make_upstream(21)
     expected, expected_is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
     compiled = torch.compile(vocabulary_nll.vocabulary_nll, backend="aot_eager", fullgraph=True)
-    found, is_argmax = run(compiled, inputs, upstream)
+    outputs, is_argmax = run(compiled, inputs, upstream)
     assert torch.equal(is_argmax, expected_is_argmax)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 def test_argmax_of_equal_logits_is_the_first():

@@ -150,25 +150,25 @@ def test_tall_matrices_share_a_batch_with_wide_ones_on_a_gpu():
         assert stacks({name: torch.empty(shape, device="cuda") for name, shape in shapes.items()}) == merged
 
     def updates(stacks):
-        found = {}
+        update = {}
         for stack in stacks:
-            found |= stack.split(orthogonalize(stack.join(matrices)), torch.tensor(-0.5))
-        return found
+            update |= stack.split(orthogonalize(stack.join(matrices)), torch.tensor(-0.5))
+        return update
 
     apart = updates(stacks(matrices))
     together = updates(merged)
     assert len(stacks(matrices)) == 3 and apart.keys() == together.keys() == shapes.keys()
-    for name, found in together.items():
-        torch.testing.assert_close(found, apart[name], rtol=0, atol=1e-5)
-        blocks = matrices[name].view(found.shape)
+    for name, update in together.items():
+        torch.testing.assert_close(update, apart[name], rtol=0, atol=1e-5)
+        blocks = matrices[name].view(update.shape)
         scale = -0.5 * max(1.0, blocks.shape[1] / blocks.shape[2]) ** 0.5
-        torch.testing.assert_close(found, orthogonalize(blocks) * scale, rtol=0, atol=1e-5)
+        torch.testing.assert_close(update, orthogonalize(blocks) * scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_a_skipped_step_is_no_update(name):
     """Nor after a checkpoint: the bias corrections are those of the steps that were taken."""
-    found = []
+    states = []
     for steps in ([0, None, None, 1, None, 2], [0, 1, 2]):
         named = parameters()
         optimizer = Optimizer(named.items(), plain(name=name, learning_rate=0.1))
@@ -178,10 +178,10 @@ def test_a_skipped_step_is_no_update(name):
             optimizer.set_step_scalars(1.0)
             optimizer.step(torch.tensor(1.0), torch.tensor(float(step is None)))
             optimizer.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
-        found.append((optimizer.num_updates, named))
-    (count, own), (expected, others) = found
+        states.append((optimizer.num_updates, named))
+    (count, skipping), (expected, others) = states
     assert count == expected == 3
-    for key, parameter in own.items():
+    for key, parameter in skipping.items():
         torch.testing.assert_close(parameter, others[key], rtol=1e-6, atol=1e-7)
 
 

@@ -97,8 +97,8 @@ def kind_of(source: Path) -> str:
 def _base_model(source: Path) -> str:
     """Returns the name of the model that a folder says it was made from, in parentheses; "" if it does not say."""
     card = source / "README.md"
-    found = _BASE_MODEL.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
-    name = found[1] if found else read_optional(source / "config.json").get("_name_or_path")
+    match = _BASE_MODEL.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    name = match[1] if match else read_optional(source / "config.json").get("_name_or_path")
     return f" ({name})" if name else ""
 
 
@@ -142,10 +142,10 @@ def read_masked_lm(source: Path) -> Electra:
 def _read(source: Path, roles: Iterable[str]) -> _Network:
     """Reads the network of the first of `roles` that a source has; without a head if its class has none that we do."""
     if is_folder(source) and not _has_known_head(source):
-        found = load_encoder(source)
-        return _Network(source, found.shape, found.state, config=config_of(source))
+        encoder = load_encoder(source)
+        return _Network(source, encoder.shape, encoder.state, config=config_of(source))
     model = read_model(source)
-    role = next((each for each in roles if each in model.networks), None)
+    role = next((candidate for candidate in roles if candidate in model.networks), None)
     if role is None:
         raise InputError(f"{source}: only the {' and the '.join(model.networks)}; a generator predicts masked tokens")
     # A folder has no other head than that of its class; `read_model` begins the others anew.
@@ -184,7 +184,7 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     if not small.heads:
         raise InputError(f"{path}: an encoder without a masked-language-model head; give a folder that has one")
     check_agreement(path, small.shape, "discriminator", main.shape)
-    places = [tokenizer_folder(each.source, each.shape.vocab_size) for each in (small, main)]
+    places = [tokenizer_folder(network.source, network.shape.vocab_size) for network in (small, main)]
     ours, theirs = map(Tokenizer, places)
     if ours.content_hash != theirs.content_hash:
         raise InputError(f"{ours.path}: another vocabulary than that of {theirs.path}; both models need the same")
@@ -194,15 +194,15 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
     return small, shared if all(torch.equal(main.state[name], small.state[name]) for name in names) else "none"
 
 
-def _config(main: _Network, small: _Network | None, what: str, objective: str, tying: str) -> Config:
+def _config(main: _Network, small: _Network | None, companion: str, objective: str, tying: str) -> Config:
     shape = main.shape
     num_heads = max(1, round(shape.num_heads * GeneratorConfig.fraction)) if small is None else small.shape.num_heads
     changes: dict[str, Scalar] = {"generator.fraction": num_heads / shape.num_heads}
     if small is not None:
         for key in ("num_layers", "embedding_size"):
-            own = getattr(small.shape, key)
+            size = getattr(small.shape, key)
             other = getattr(shape, key)
-            changes[f"generator.{key}"] = 0 if own == other else own
+            changes[f"generator.{key}"] = 0 if size == other else size
     model = asdict(shape) | {"tying": tying, "attention": AUTO}
     changes |= {f"model.{key}": value for key, value in model.items()}
     if main.config is None:
@@ -214,7 +214,7 @@ def _config(main: _Network, small: _Network | None, what: str, objective: str, t
     try:
         return base.override(changes)
     except InputError as error:
-        raise InputError(f"{main.source} with {what}: {error}") from None
+        raise InputError(f"{main.source} with {companion}: {error}") from None
 
 
 def config_of(source: Path) -> Config | None:
@@ -247,8 +247,8 @@ def settings_of(shape: ModelConfig) -> dict[str, Scalar]:
 def settings_lines(config: Config, settings: Settings) -> Iterator[str]:
     """Yields a line for the user for each reason: the keys that it is for, with their values in a configuration."""
     for keys, reason in settings:
-        found = {key: config.value(key) for key in keys if config.objective.name != "mlm" or "disc_" not in key}
-        yield f"{', '.join(f'{key} = {format_value(value)}' for key, value in found.items())}: {reason}"
+        values = {key: config.value(key) for key in keys if config.objective.name != "mlm" or "disc_" not in key}
+        yield f"{', '.join(f'{key} = {format_value(value)}' for key, value in values.items())}: {reason}"
 
 
 @torch.no_grad()

@@ -51,8 +51,8 @@ def metadata(
     for name in (*datasets, *([] if base_model is None else [base_model])):
         if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
             raise InputError(f"{name!r} is not a name on the Hugging Face Hub, such as owner/name")
-    found = {"language": [*languages], "license": license, "datasets": [*datasets], "base_model": base_model}
-    return {name: value for name, value in found.items() if value}
+    entries = {"language": [*languages], "license": license, "datasets": [*datasets], "base_model": base_model}
+    return {name: value for name, value in entries.items() if value}
 
 
 def front_matter(fields: Mapping[str, Any]) -> str:
@@ -166,17 +166,17 @@ probabilities = model(**inputs).logits.sigmoid()[0].tolist()
 """
 _DETECTING_WORDS = """\
 import electra_fast
-found = electra_fast.load("path/to/this/folder").detect(["The cats sat on the mat."])
+results = electra_fast.load("path/to/this/folder").detect(["The cats sat on the mat."])
 """
 _TAGGING = """\
 from transformers import pipeline
 detect = pipeline("token-classification", "path/to/this/folder", ignore_labels=[])
-found = detect("The cats sat on the mat.")
+results = detect("The cats sat on the mat.")
 """
 _FILLING = """\
 from transformers import pipeline
 fill = pipeline("fill-mask", "path/to/this/folder")
-found = fill(f"The cats {fill.tokenizer.mask_token} on the mat.")
+candidates = fill(f"The cats {fill.tokenizer.mask_token} on the mat.")
 """
 
 
@@ -186,7 +186,7 @@ from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 inputs = tokenizer(f"The cats {tokenizer.mask_token} on the mat.", return_tensors="pt")
 logits = electra_fast.load("path/to/this/folder").generator_logits(**inputs)
-found = tokenizer.batch_decode(logits[inputs.input_ids == tokenizer.mask_token_id].topk(5).indices.T)
+candidates = tokenizer.batch_decode(logits[inputs.input_ids == tokenizer.mask_token_id].topk(5).indices.T)
 """
 
 
@@ -221,7 +221,7 @@ def _use(architecture: str, role: str, headless: bool, has_onnx: bool) -> str:
     if has_onnx:
         output = "logits" if role == "discriminator" and not headless else "last hidden states"
         parts.append(f"`{ONNX_FILE}` computes the same {output} in onnxruntime.")
-    return "\n\n".join(f"```python\n{each}```" if each.endswith("\n") else each for each in parts)
+    return "\n\n".join(f"```python\n{part}```" if part.endswith("\n") else part for part in parts)
 
 
 def _token_types() -> str:

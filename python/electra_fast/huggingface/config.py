@@ -146,8 +146,8 @@ def describe(config: Config, role: str, special_ids: Mapping[str, int], headless
         table["id2label"] = {str(i): label for i, label in enumerate(DETECTOR_LABELS)}
         table["label2id"] = {label: i for i, label in enumerate(DETECTOR_LABELS)}
     # A published folder must not reveal local paths.
-    own = config.override({"data.corpus": "", "train.out": ""})
-    return table | {OWN_KEY: dataclasses.asdict(own)}
+    anonymous = config.override({"data.corpus": "", "train.out": ""})
+    return table | {OWN_KEY: dataclasses.asdict(anonymous)}
 
 
 def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -209,32 +209,32 @@ def read_table(folder: Path, role: str | None = None) -> dict[str, Any]:
         table = read_object(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
-    found = table.get("model_type")
-    if found == "deberta":
+    model_type = table.get("model_type")
+    if model_type == "deberta":
         raise InputError(f"{path}: model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) are supported")
-    if not isinstance(found, str) or found not in {*MODEL_TYPES, *TRANSLATED}:
-        raise InputError(f"{path}: model_type = {found!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
+    if not isinstance(model_type, str) or model_type not in {*MODEL_TYPES, *TRANSLATED}:
+        raise InputError(f"{path}: model_type = {model_type!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
     named_classes(path, table)
     check_settings(path, table)
-    if found == "deberta-v2":
+    if model_type == "deberta-v2":
         return table | _of_tensors(table, tensor_names(file := weights_file(folder, role)), file.name == GENERATOR_FILE)
-    return table if found in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
+    return table if model_type in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
 
 
 def _of_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: bool) -> dict[str, Any]:
     """Returns what the names of a DeBERTaV2's tensors say, which releases leave out of config.json."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     classes = table.get("architectures") or []
     if names and not any("For" in str(name) and not str(name).endswith("ForMaskedLM") for name in classes):
         is_discriminator = not is_generator and any(name.startswith("mask_predictions.") for name in names)
         has_head = any(name.startswith(("lm_predictions.", "cls.predictions.")) for name in names)
         role = "discriminator" if is_discriminator else "generator"
         headless = HEADLESS["deberta-v2"]
-        found["architectures"] = [CLASSES["deberta", role] if is_discriminator or has_head else headless]
+        entries["architectures"] = [CLASSES["deberta", role] if is_discriminator or has_head else headless]
     if names and is_generator:
         layers = [int(match[1]) for name in names if (match := re.search(r"\bencoder\.layer\.(\d+)\.", name))]
-        found["num_hidden_layers"] = 1 + max(layers, default=-1)
-    return found
+        entries["num_hidden_layers"] = 1 + max(layers, default=-1)
+    return entries
 
 
 def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
@@ -246,7 +246,7 @@ def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
 
 
 def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
@@ -255,11 +255,11 @@ def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig
     shape = read_encoder_shape(folder, table)
     check_role(path, role, table)
     check_settings(path, table, HEAD_KEYS)
-    own = own_config(path, table)
-    if shape.architecture == "bert" or own is None or is_headless(table):
+    run_config = own_config(path, table)
+    if shape.architecture == "bert" or run_config is None or is_headless(table):
         return shape
-    network = networks_of(own).get(role)
-    return dataclasses.replace(shape, embedding_size=(network.shape if network else own.model).embedding_size)
+    network = networks_of(run_config).get(role)
+    return dataclasses.replace(shape, embedding_size=(network.shape if network else run_config.model).embedding_size)
 
 
 def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
@@ -295,11 +295,11 @@ def _check_derived(shape: ModelConfig, table: Mapping[str, Any]) -> None:
         "max_relative_positions": (shape.max_positions, "max_position_embeddings, or -1"),
         "attention_head_size": (shape.hidden_size // shape.num_heads, "hidden_size / num_attention_heads"),
     }
-    for key, (expected, what) in derived.items():
+    for key, (expected, reason) in derived.items():
         value = table.get(key, expected)
         is_unset = key == "max_relative_positions" and type(value) is int and value < 1
         if value != expected and not is_unset:
-            raise InputError(f"{key} = {value!r} is not supported; it must be {expected} ({what})")
+            raise InputError(f"{key} = {value!r} is not supported; it must be {expected} ({reason})")
 
 
 def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:

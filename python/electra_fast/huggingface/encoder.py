@@ -84,7 +84,7 @@ def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
 
 
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
-    role = role or next(each for each in PARTS if each in roles)
+    role = role or next(name for name in PARTS if name in roles)
     if role not in roles:
         raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")
     return role
@@ -123,7 +123,7 @@ def read_state(
     with torch.device("meta"):
         modules = {"embeddings": Embeddings(shape), "encoder": Encoder(shape)}
     sizes = {name: parameter.shape for name, parameter in _parameters(modules).items()} | dict(head_sizes or {})
-    heads = [(own, (theirs,)) for own, theirs in (head_names or {}).items()]
+    heads = [(head, (theirs,)) for head, theirs in (head_names or {}).items()]
     known = {theirs for _, (theirs,) in heads}
     parts = {name.split(".")[0] for name in known}
     try:

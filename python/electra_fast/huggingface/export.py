@@ -293,10 +293,10 @@ def _check_whole(source: Path, model: Electra, needs: str, remedy: str = "") -> 
         raise InputError(f"{source}: only the {present}; {needs} the {' and '.join(sorted(missing))} too{remedy}")
 
 
-def _say_own_heads(model: Electra, what: str) -> None:
+def _say_own_heads(model: Electra, remark: str) -> None:
     for role, network in model.networks.items():
         for name in network.heads.keys() - {f"{role}_head"}:
-            say(f"note: {name}: {what}")
+            say(f"note: {name}: {remark}")
 
 
 @torch.no_grad()

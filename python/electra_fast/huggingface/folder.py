@@ -100,8 +100,8 @@ class _Folder:
     def pairs(self, shape: ModelConfig) -> list[weights.Pair]:
         if is_headless(self.table):
             return weights.encoder_pairs(shape, *PARTS[self.role][:2])
-        found = weights.pairs(self.role, shape)
-        return [pair for pair in found if pair[1] != (POSITIONS,)] if self.lacks_positions else found
+        pairs = weights.pairs(self.role, shape)
+        return [pair for pair in pairs if pair[1] != (POSITIONS,)] if self.lacks_positions else pairs
 
     @property
     def lacks_positions(self) -> bool:
@@ -141,7 +141,7 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
     tying, state = _tying(folders)
     config = _joint_config(folders, tying)
     with torch.device("meta"):  # allocates nothing for sizes that the tensors may not have
-        expected = {name: each.shape for name, each in _parameters(Electra(config, roles=folders)).items()}
+        expected = {name: parameter.shape for name, parameter in _parameters(Electra(config, roles=folders)).items()}
     for role, folder in folders.items():
         try:
             # A table factored out of both folders takes precedence over a single folder's.
@@ -227,7 +227,9 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
         configs = [own_config(folder.config_file, folder.table) for folder in folders.values()]
         joint = None
         if all(config is not None and config.model.tying != "none" for config in configs):
-            joint = weights.factored(_products(*folders.values()), {role: each.shape for role, each in folders.items()})
+            joint = weights.factored(
+                _products(*folders.values()), {role: source.shape for role, source in folders.items()}
+            )
         shared = joint is not None
         state = _factored_separately(folders) if joint is None else joint
     if len(folders) == 1:
@@ -250,8 +252,8 @@ def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
     if main.shape.architecture != "deberta" or main.shape.embedding_size != generator.shape.embedding_size:
         return None
     table, base = (folder.tensors[INPUT_TABLE["deberta"]].float() for folder in (main, generator))
-    own = own_config(main.config_file, main.table)
-    tying = "disentangled" if own is None else own.model.tying
+    config = own_config(main.config_file, main.table)
+    tying = "disentangled" if config is None else config.model.tying
     if tying == "none" or (tying in ("embeddings", "all") and torch.equal(table, base)):
         return None
     return table - base
@@ -260,10 +262,10 @@ def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
 def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelConfig) -> None:
     """Raises ValueError naming the generator's `path` for a setting that must be that of the other `role`."""
     for name in _AGREEING:
-        found = getattr(generator, name)
+        value = getattr(generator, name)
         expected = getattr(shape, name)
-        if found != expected:
-            raise InputError(f"{path}: {name} = {found!r}, but the {role}'s is {expected!r}; the two must agree")
+        if value != expected:
+            raise InputError(f"{path}: {name} = {value!r}, but the {role}'s is {expected!r}; the two must agree")
 
 
 def _products(*folders: _Folder) -> State:
@@ -314,8 +316,8 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
     main = next(iter(folders.values()))
     shape = main.shape
     small = folders.get("generator", main).shape
-    own = own_config(main.config_file, main.table)
-    base = own or preset_of_size(shape)
+    exported = own_config(main.config_file, main.table)
+    base = exported or preset_of_size(shape)
     # The configuration's objective, unless it trains networks that the folders lack.
     names = (base.objective.name, *OBJECTIVE_SPECS)
     objective = next(name for name in names if OBJECTIVE_SPECS[name].roles[-1] == main.role)
@@ -325,7 +327,7 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
         "model.attention": base.model.attention,
         "data.sequence_length": min(base.data.sequence_length, shape.max_positions),
     }
-    if "generator" in folders or own is None:
+    if "generator" in folders or exported is None:
         changes |= {
             "generator.kind": "model",
             "generator.fraction": small.num_heads / shape.num_heads,

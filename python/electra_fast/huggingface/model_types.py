@@ -113,15 +113,15 @@ def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dic
     kind = TRANSLATED[table["model_type"]]
     num_types = _num_token_types(table)
     defaults = _DEFAULTS | dict(kind.defaults)
-    found = {key: _value(path, table, kind.keys.get(key, key), key, default) for key, default in defaults.items()}
-    if kind.has_offset and isinstance(found["max_position_embeddings"], int):
-        found["max_position_embeddings"] -= _offset(path, table)
-    found |= {"model_type": "electra", "embedding_size": found["hidden_size"], ORIGINAL_KEY: table}
+    values = {key: _value(path, table, kind.keys.get(key, key), key, default) for key, default in defaults.items()}
+    if kind.has_offset and isinstance(values["max_position_embeddings"], int):
+        values["max_position_embeddings"] -= _offset(path, table)
+    values |= {"model_type": "electra", "embedding_size": values["hidden_size"], ORIGINAL_KEY: table}
     classes = table.get("architectures")
     if isinstance(classes, list) and classes:
         has_head = any(str(name).endswith(("ForMaskedLM", "BertForPreTraining")) for name in classes)
         classes = ["ElectraForMaskedLM" if has_head else "ElectraModel"]
-    return found | {"architectures": classes, token_type_key: num_types == 2}
+    return values | {"architectures": classes, token_type_key: num_types == 2}
 
 
 def _value(path: Path, table: Mapping[str, Any], name: str, alias: str, default: Any) -> Any:
@@ -145,8 +145,8 @@ def _offset(path: Path, table: Mapping[str, Any]) -> int:
 
 
 def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = table.get(ORIGINAL_KEY, table)
-    return found
+    source: Mapping[str, Any] = table.get(ORIGINAL_KEY, table)
+    return source
 
 
 class Tensors(dict[str, "Tensor"]):
@@ -188,9 +188,9 @@ class Tensors(dict[str, "Tensor"]):
             raise InputError(f"tensors {self._others[name]} and {shown} differ, but are one in the model")
         if name not in self:
             raise InputError(f"tensor {shown} is missing")
-        found = tuple(self[name].shape)
-        if found != expected:
-            raise InputError(f"tensor {shown} has shape {list(found)}, but config.json says {list(expected)}")
+        shape = tuple(self[name].shape)
+        if shape != expected:
+            raise InputError(f"tensor {shown} has shape {list(shape)}, but config.json says {list(expected)}")
 
 
 def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> Tensors:
@@ -204,17 +204,17 @@ def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[st
     config = original(table)
     width = table["hidden_size"]
     kind = TRANSLATED[config["model_type"]]
-    found = Tensors(tensors, kind.names)
+    renamed = Tensors(tensors, kind.names)
     if kind.has_offset:
         offset = _offset(path, config)
-        found.check_shape(_POSITIONS, (table["max_position_embeddings"] + offset, width))
-        found[_POSITIONS] = found[_POSITIONS][offset:]
+        renamed.check_shape(_POSITIONS, (table["max_position_embeddings"] + offset, width))
+        renamed[_POSITIONS] = renamed[_POSITIONS][offset:]
     if (num_types := _num_token_types(config)) == 0:
-        found[_TOKEN_TYPES] = torch.zeros(2, width)
+        renamed[_TOKEN_TYPES] = torch.zeros(2, width)
     elif num_types == 1:
-        found.check_shape(_TOKEN_TYPES, (1, width))
-        found[_TOKEN_TYPES] = found[_TOKEN_TYPES].repeat(2, 1)
+        renamed.check_shape(_TOKEN_TYPES, (1, width))
+        renamed[_TOKEN_TYPES] = renamed[_TOKEN_TYPES].repeat(2, 1)
     # Neither is part of the encoder: a head's layer, and constants that older releases saved.
-    for name in [name for name in found if ".pooler." in name or name.endswith(("position_ids", "token_type_ids"))]:
-        del found[name]
-    return found
+    for name in [name for name in renamed if ".pooler." in name or name.endswith(("position_ids", "token_type_ids"))]:
+        del renamed[name]
+    return renamed

@@ -64,8 +64,8 @@ def write_onnx(folder: Path, output: str) -> str:
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def run(*inputs: Tensor) -> Any:
-        (found,) = session.run([output], {name: each.numpy() for name, each in zip(names, inputs, strict=True)})
-        return found
+        (values,) = session.run([output], {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
+        return values
 
     # Rows longer and shorter than the window of local attention, padded.
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))
@@ -75,11 +75,11 @@ def write_onnx(folder: Path, output: str) -> str:
         is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         inputs[names.index("attention_mask")].copy_(is_token)
         (expected,) = model(*inputs)
-        found = torch.from_numpy(run(*inputs))
+        values = torch.from_numpy(run(*inputs))
         if expected.shape[:2] == is_token.shape:  # else one row per example, of a fine-tuned classifier
             expected = expected[is_token]
-            found = found[is_token]
-        error = max(error, float((found - expected).abs().max() / expected.abs().max()))
+            values = values[is_token]
+        error = max(error, float((values - expected).abs().max() / expected.abs().max()))
     if not error <= MAX_ERROR:
         path.unlink()
         raise ElectraFastError(
@@ -107,8 +107,8 @@ class NamedOutputs(nn.Module):
         self.eval()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self.model(**dict(zip(self.names, inputs, strict=True)))
-        return tuple(found[output] for output in self.outputs)
+        outputs = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return tuple(outputs[output] for output in self.outputs)
 
     def set_attention(self, implementation: str) -> None:
         self.model.set_attn_implementation(implementation)  # type: ignore[operator]

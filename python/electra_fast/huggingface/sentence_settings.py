@@ -44,14 +44,14 @@ def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSett
     if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
     pooling: Pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
-    own = folder / "sentence_bert_config.json"
+    settings = folder / "sentence_bert_config.json"
     whole = read_optional(folder / "config_sentence_transformers.json")
     return SentenceSettings(
-        read_length(own, "max_seq_length") or max_length,
+        read_length(settings, "max_seq_length") or max_length,
         pooling,
         "Normalize" in kinds,
         str((whole.get("prompts") or {}).get(whole.get("default_prompt_name")) or ""),
-        bool(read_optional(own).get("do_lower_case")),
+        bool(read_optional(settings).get("do_lower_case")),
     )
 
 
@@ -59,7 +59,7 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
     """Returns the classes and folders of modules.json."""
     try:
         modules = parse_json(path.read_text(encoding="utf-8"))
-        return [each["type"].rpartition(".")[2] for each in modules], [str(each["path"]) for each in modules]
+        return [module["type"].rpartition(".")[2] for module in modules], [str(module["path"]) for module in modules]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InputError(f"{path}: not a list of modules of sentence-transformers") from None
 

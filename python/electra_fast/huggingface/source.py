@@ -75,9 +75,10 @@ def _is_copy(encoder: Path, folders: Collection[str]) -> bool:
     if not path.is_file():
         return False  # reading it names what is missing
     table = read_table(encoder)
-    own = own_config(path, table)
+    config = own_config(path, table)
     return is_headless(table) and (
-        "discriminator" in folders or (own is not None and OBJECTIVE_SPECS[own.objective.name].roles == ("generator",))
+        "discriminator" in folders
+        or (config is not None and OBJECTIVE_SPECS[config.objective.name].roles == ("generator",))
     )
 
 
@@ -170,10 +171,10 @@ def _steps_of_run(stored: Path, default: int) -> int:
 
 def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
     """Returns step and `unigram_auc` of the last evaluation up to a step; None if there is none."""
-    found = None
+    evaluation = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line
             record = parse_json(line)
             if record["step"] <= step and record["unigram_auc"] is not None:
-                found = record["step"], float(record["unigram_auc"])
-    return found
+                evaluation = record["step"], float(record["unigram_auc"])
+    return evaluation

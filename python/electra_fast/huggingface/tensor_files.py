@@ -27,10 +27,10 @@ def read_tensor_file(file: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     places = _shards(file) if file.suffix == ".json" else {}
     for path in sorted({file.parent / name for name in places.values()}) if places else [file]:
-        found = _read_tensors(path)
-        check_dtypes(path, found)
-        require_finite(path, found)
-        tensors |= found
+        part = _read_tensors(path)
+        check_dtypes(path, part)
+        require_finite(path, part)
+        tensors |= part
     if missing := places.keys() - tensors.keys():
         raise InputError(f"{file}: {min(missing)} is in none of the files that it names")
     return tensors
@@ -105,11 +105,11 @@ def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
         except SafetensorError as error:
             raise InputError(f"{path}: not a complete safetensors file: {error}") from None
     try:
-        found = torch.load(path, device, weights_only=True)
+        tensors = torch.load(path, device, weights_only=True)
     except Exception as error:  # a pickle of something else raises anything
         raise InputError(
             f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
         ) from None
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
-    return {str(name): tensor.detach() for name, tensor in found.items()}
+    return {str(name): tensor.detach() for name, tensor in tensors.items()}

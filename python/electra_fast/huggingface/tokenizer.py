@@ -45,7 +45,7 @@ def copy_tokenizer(
     template = tokenizer.pair_template
     splits = (settings or {}).get("split_special_tokens")
     others = [
-        each for each in rules["added_tokens"] if splits and each["special"] and each["id"] not in special.values()
+        added for added in rules["added_tokens"] if splits and added["special"] and added["id"] not in special.values()
     ]
     of_bert = rules["model"]["type"] == "WordPiece" and template == BERT
     if (source / "tokenizer.json").is_file() and of_bert and not others:

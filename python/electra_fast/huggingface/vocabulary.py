@@ -51,8 +51,11 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
     num_kept = sum(len(ids) == 1 for ids in sources)
     num_lost = sources.count([])
     begins = {"the mean of several": len(sources) - num_kept - num_lost, "the mean of all": num_lost}
-    parts = [f"{num_kept:,} keep a row", *(f"{number:,} begin as {what}" for what, number in begins.items() if number)]
-    sizes = [sum(each.numel() for each in network.parameters()) for network in (model, changed)]
+    parts = [
+        f"{num_kept:,} keep a row",
+        *(f"{number:,} begin as {origin}" for origin, number in begins.items() if number),
+    ]
+    sizes = [sum(weight.numel() for weight in network.parameters()) for network in (model, changed)]
     say(
         f"vocabulary: {before.vocab_size:,} entries become {after.vocab_size:,}: {', '.join(parts)}; "
         f"{sizes[0] / 1e6:,.1f} M parameters become {sizes[1] / 1e6:,.1f} M ({sizes[0] * 4 / 1e6:,.1f} → "
@@ -62,7 +65,7 @@ def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
 
 
 def _rows(table: Tensor, sources: list[list[int]]) -> Tensor:
-    """Returns the mean of some rows for each list of their numbers, of all rows for an empty one; [V, …] → [new V, …].
+    """Returns the mean of the listed rows per list, or of all rows if a list is empty; [V, …] → [new V, …].
 
     A single row is copied bitwise.
     """
@@ -106,7 +109,7 @@ class _Vocabulary:
         self.tokenizer = tokenizer
         self.rules = json.loads(tokenizer.to_json())
         entries = Entries(self.rules)
-        added = {each["id"]: each["content"] for each in self.rules["added_tokens"]}
+        added = {token["id"]: token["content"] for token in self.rules["added_tokens"]}
         self.names = entries.names | added
         self.added = added.keys()
         self.ids = {name: number for number, name in self.names.items()}
@@ -118,8 +121,8 @@ class _Vocabulary:
         self.marks = (self.is_byte_level, self.is_sentence_piece, self.prefix, self.suffix)
         self.keys = {number: self._key(number) for number in self.names}
         # If two have one key, such as "," and "##,", the shorter is the usual one.
-        own = sorted(self.keys.keys() - self.added, key=lambda number: -len(self.names[number]))
-        self.ids_of_keys = {self.keys[number]: number for number in own}
+        numbers = sorted(self.keys.keys() - self.added, key=lambda number: -len(self.names[number]))
+        self.ids_of_keys = {self.keys[number]: number for number in numbers}
 
     def _key(self, number: int) -> Key:
         entry = self.names[number]
@@ -142,16 +145,16 @@ class _Vocabulary:
         at_start = self._known(self.tokenizer.encode_batch([space + text for text in texts]))
         prefix = self.prefix  # WordPiece looks for the first piece of a word by its whole name
         within = self._known(self._within_words().encode_batch([prefix + text for text in texts]))
-        found = []
+        pieces = []
         for (starts, raw), text, first, inner in zip(keys, texts, at_start, within, strict=True):
             if text.encode() != raw:  # a part of a character
                 ids = [self.ids_of_keys.get((False, bytes([byte]))) for byte in raw]
-                found.append([number for number in ids if number is not None])
+                pieces.append([number for number in ids if number is not None])
             elif starts or not inner:
-                found.append(first)
+                pieces.append(first)
             else:
-                found.append(inner)
-        return found
+                pieces.append(inner)
+        return pieces
 
     def _known(self, encoded: Any) -> list[list[int]]:
         unknown = self.tokenizer.special_tokens["unk"]

@@ -176,7 +176,9 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
 def deberta_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
     """Returns a DeBERTaV2's tensors by the names of the published code, which some files have with other prefixes."""
     prefixes = ("deberta.", "bert.")
-    prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), prefixes[0])
+    prefix = next(
+        (candidate for candidate in prefixes if any(name.startswith(candidate) for name in tensors)), prefixes[0]
+    )
     is_legacy = any(name.startswith("cls.") for name in tensors)
     return Tensors(tensors, {prefix: PREFIX["deberta"]} | (_LEGACY_HEAD if is_legacy else {}))
 

@@ -479,8 +479,8 @@ def _missing_for_short(card: Card, shape: ModelConfig, row_length: int | None) -
     if card.architecture not in _WITH_SHORT:
         return f"a GPU into which its kernels fit ({', '.join(_WITH_SHORT)}), and this is {card.name}"
     if row_length is None or row_length > MAX_SHORT_ROW:
-        found = "differ in length" if row_length is None else f"have {row_length}"
-        return f"rows of at most {MAX_SHORT_ROW} tokens, and these {found}"
+        lengths = "differ in length" if row_length is None else f"have {row_length}"
+        return f"rows of at most {MAX_SHORT_ROW} tokens, and these {lengths}"
     if (head_dim := _head_dim(shape)) > MAX_SHORT_HEAD:
         return f"heads of at most {MAX_SHORT_HEAD} dimensions, and these have {head_dim}"
     return _missing_for_flex(card)

@@ -128,10 +128,14 @@ def choose_attention(
     if requested == AUTO:
         is_hopper = device.type == "cuda" and card_of(device).is_hopper
         rows = (row_length or 0) if is_hopper else float("inf")
-        names = [name for name, each in BACKENDS.items() if each.max_proven_row is None or rows <= each.max_proven_row]
+        names = [
+            name
+            for name, backend in BACKENDS.items()
+            if backend.max_proven_row is None or rows <= backend.max_proven_row
+        ]
         return next(name for name in names if not _missing_for(name, shape, device, dtype, row_length))
-    if what := _missing_for(requested, shape, device, dtype, row_length):
-        raise InputError(f'model.attention = "{requested}" needs {what}; or set model.attention = "sdpa"')
+    if missing := _missing_for(requested, shape, device, dtype, row_length):
+        raise InputError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
     return requested
 
 

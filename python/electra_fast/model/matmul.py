@@ -89,8 +89,8 @@ def require_matmul(name: str) -> None:
 
 def has_onednn() -> bool:
     """Returns True if torch can give fp32 products to oneDNN and oneDNN computes them in fp32."""
-    found = torch.cpu.get_capabilities()
-    return bool(_MKLDNN.is_available() and found.get("avx512_bw") and not found.get("amx_tile"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(_MKLDNN.is_available() and capabilities.get("avx512_bw") and not capabilities.get("amx_tile"))
 
 
 def _count_users(change: int) -> None:

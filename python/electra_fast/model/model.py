@@ -233,15 +233,15 @@ class Electra(nn.Module):
 
         With `modules`, those of some modules, under other names: {new name: module}.
         """
-        found = {name: parameter.detach() for name, parameter in self.named_parameters(remove_duplicate=False)}
+        tensors = {name: parameter.detach() for name, parameter in self.named_parameters(remove_duplicate=False)}
         tables = {name: module.table for name, module in self.named_children() if isinstance(module, Embeddings)}
-        found |= {f"{name}.token": table.detach() for name, table in tables.items()}
+        tensors |= {f"{name}.token": table.detach() for name, table in tables.items()}
         if modules is None:
-            return found
+            return tensors
         return {
             new + name.removeprefix(module): tensor
             for new, module in modules.items()
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if name.startswith(f"{module}.")
         }
 

@@ -43,11 +43,11 @@ def networks_of(config: Config, objective: str | None = None) -> dict[str, Netwo
         objective: One of `OBJECTIVE_SPECS`; the configuration's own by default.
     """
     spec = OBJECTIVE_SPECS[objective or config.objective.name]
-    found = {}
+    networks = {}
     for role, heads in spec.networks.items():
         is_result = role == spec.roles[-1]
         if is_result or config.generator.kind == "model":
             shape = config.model if is_result else config.generator_shape()
             present = {at: head for at, head in heads.items() if not head.weight or vars(config.objective)[head.weight]}
-            found[role] = Network(shape, present, is_trained=is_result or spec.num_stages == 1)
-    return found
+            networks[role] = Network(shape, present, is_trained=is_result or spec.num_stages == 1)
+    return networks

@@ -94,13 +94,13 @@ class ElectraObjective(GeneratorObjective):
     def losses(self) -> dict[str, Loss]:
         weights = self.config.objective
         answer = math.log(2)
-        found = super().losses() | {"discriminator_loss": Loss(weights.disc_weight, self.denominator, answer)}
+        losses = super().losses() | {"discriminator_loss": Loss(weights.disc_weight, self.denominator, answer)}
         if weights.corrective_weight and "corrective_head" in OBJECTIVE_SPECS[self.name].networks["discriminator"]:
             vocabulary = math.log(self.config.model.vocab_size)
-            found["corrective_loss"] = Loss(weights.corrective_weight, "masked_weight", vocabulary)
+            losses["corrective_loss"] = Loss(weights.corrective_weight, "masked_weight", vocabulary)
         if weights.contrastive_weight:
-            found["contrastive_loss"] = Loss(weights.contrastive_weight, "segments", answer)
-        return found
+            losses["contrastive_loss"] = Loss(weights.contrastive_weight, "segments", answer)
+        return losses
 
     def stages(self) -> tuple[Stage, ...]:
         first = self.config.objective.generator_first
@@ -115,10 +115,10 @@ class ElectraObjective(GeneratorObjective):
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As in the base class, and the number of segments if they have a loss."""
-        found = super().loss_denominators(batch)
+        denominators = super().loss_denominators(batch)
         if self.config.objective.contrastive_weight:
-            found["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
-        return found
+            denominators["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
+        return denominators
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
         """The mask of the discriminator's loss: all tokens except padding; bool [T]."""
@@ -155,15 +155,15 @@ class ElectraObjective(GeneratorObjective):
 
         The discriminator's metrics cover the tokens of its loss.
         """
-        found = {
+        metrics = {
             **self.loss_metrics(totals),
             **self.generator_metrics(totals),
             **detection_metrics(totals, self.denominator),
         }
         for name, denominator in (("corrective", "masked_weight"), ("contrastive", "segments")):
-            if f"{name}_loss" in found:
-                found[f"{name}_accuracy"] = ratio(totals, f"{name}_correct", denominator)
-        return report(found)
+            if f"{name}_loss" in metrics:
+                metrics[f"{name}_accuracy"] = ratio(totals, f"{name}_correct", denominator)
+        return report(metrics)
 
     def describe(self, role: str) -> tuple[str, str]:
         if role == "discriminator":

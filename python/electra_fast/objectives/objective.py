@@ -180,20 +180,20 @@ class Objective(ABC):
     def output(self, batch: MicroBatch, totals: Totals, predictions: Predictions | None = None) -> Output:
         """What `forward` returns, given the totals of a micro-batch, with a graph where they are losses."""
         losses = self.losses()
-        terms = [batch.mean(each.weight * totals[name], each.denominator) for name, each in losses.items()]
+        terms = [batch.mean(loss.weight * totals[name], loss.denominator) for name, loss in losses.items()]
         totals = totals | {name: totals[name].detach() for name in losses}
         return Output(functools.reduce(operator.add, terms), totals, predictions)
 
     def loss_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
         """The loss, and each of `losses` in nats per token, from their totals."""
         losses = self.losses()
-        means = {name: ratio(totals, name, each.denominator) for name, each in losses.items()}
-        loss = functools.reduce(operator.add, (each.weight * means[name] for name, each in losses.items()))
+        means = {name: ratio(totals, name, term.denominator) for name, term in losses.items()}
+        loss = functools.reduce(operator.add, (term.weight * means[name] for name, term in losses.items()))
         return {"loss": loss, **means}
 
     def uniform_metrics(self) -> dict[str, Number]:
         """The metrics of uniform predictions, as far as they are losses."""
-        totals = dict.fromkeys(self.metric_totals, 1.0) | {name: each.uniform for name, each in self.losses().items()}
+        totals = dict.fromkeys(self.metric_totals, 1.0) | {name: loss.uniform for name, loss in self.losses().items()}
         return self.metrics(totals)
 
     def networks(self) -> dict[str, Network]:

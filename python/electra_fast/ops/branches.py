@@ -58,11 +58,11 @@ def on_branch(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     side = _side(current, _NETWORK_LANE)
     side.wait_event(_event(current))
     with torch.cuda.stream(side):
-        found = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         end = _event(side)
     current.wait_event(end)
-    _networks.append((side, (args, kwargs, found)))
-    return found
+    _networks.append((side, (args, kwargs, output)))
+    return output
 
 
 def join() -> None:

@@ -111,11 +111,11 @@ def _dropout_mask(like: Tensor, probability: float) -> Tensor:
     num_dropped = round(probability * 2**16)
     first_kept = num_dropped - 2**15
     bits = words.view(torch.int16)[: like.numel()].view(like.shape).clamp_(first_kept - 1, first_kept)
-    kept = bits.sub_(first_kept - 1)
+    mask = bits.sub_(first_kept - 1)
     factor = 2**16 / (2**16 - num_dropped)
     if like.dtype.itemsize == 2:
-        return kept.mul_(torch.tensor(factor, dtype=like.dtype).view(torch.int16).item()).view(like.dtype)
-    return kept.to(like.dtype).mul_(factor)
+        return mask.mul_(torch.tensor(factor, dtype=like.dtype).view(torch.int16).item()).view(like.dtype)
+    return mask.to(like.dtype).mul_(factor)
 
 
 def self_attention(
@@ -195,7 +195,7 @@ class _SelfAttention(torch.autograd.Function):
         grad_BL3NH = grad_TX.view(num_rows, -1, 3, num_heads, grad_TD.shape[1] // num_heads)
         grad_BNLH = grad_TD.view(num_rows, -1, num_heads, grad_BL3NH.shape[-1]).transpose(1, 2)
         precision = torch.promote_types(qkv_TX.dtype, torch.float32)
-        sums = [each if each is None else torch.zeros_like(each, dtype=precision) for each in relative]
+        sums = [tensor if tensor is None else torch.zeros_like(tensor, dtype=precision) for tensor in relative]
         for rows, (q, k, v) in _row_chunks(qkv_TX, num_rows, num_heads):
             weights = weights_BNLL[rows].flatten(0, 1)
             grad = grad_BNLH[rows].flatten(0, 1)
@@ -212,9 +212,9 @@ class _SelfAttention(torch.autograd.Function):
             ):
                 if total is not None:
                     _add_gradients_of_positions(grad_x, total, of_pairs, x, positions)
-            for out, each in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
-                out.copy_(_by_token(each, num_heads))
-        grad_relative = (each if each is None else each.to(qkv_TX.dtype) for each in sums)
+            for out, tensor in zip(grad_BL3NH[rows].unbind(2), grads, strict=True):
+                out.copy_(_by_token(tensor, num_heads))
+        grad_relative = (tensor if tensor is None else tensor.to(qkv_TX.dtype) for tensor in sums)
         return grad_TX, None, None, None, None, *grad_relative
 
 
@@ -225,7 +225,7 @@ def _row_chunks(qkv_TX: Tensor, num_rows: int, num_heads: int) -> Iterator[tuple
     chunk = max(1, SCORES_BYTES // (num_heads * length * length * qkv_TX.element_size()))
     for start in range(0, num_rows, chunk):
         rows = slice(start, start + chunk)
-        yield rows, tuple(each[rows].flatten(0, 1) for each in qkv_3BNLH)
+        yield rows, tuple(part[rows].flatten(0, 1) for part in qkv_3BNLH)
 
 
 def _by_token(x: Tensor, num_heads: int) -> Tensor:
@@ -486,7 +486,7 @@ def _generator_head_impl(
 def _groups(num_rows: int, group_rows: int, chunk_rows: int) -> Iterator[tuple[slice, list[slice]]]:
     for start in range(0, num_rows, group_rows):
         stop = min(start + group_rows, num_rows)
-        chunks = [slice(each, min(each + chunk_rows, stop)) for each in range(start, stop, chunk_rows)]
+        chunks = [slice(first, min(first + chunk_rows, stop)) for first in range(start, stop, chunk_rows)]
         yield slice(start, stop), chunks
 
 

@@ -31,8 +31,8 @@ def kernels() -> Any:
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in the dtype of the activations, without a gradient of its own."""
-    found = None if torch.compiler.is_compiling() else casts.get(weight)
-    return weight.detach().to(dtype) if found is None or found.dtype != dtype else found
+    copy = None if torch.compiler.is_compiling() else casts.get(weight)
+    return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:

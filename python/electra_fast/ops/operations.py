@@ -2,10 +2,10 @@
 
 """The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
-`NAME_reference` is the specification of `NAME`; another implementation may change speed, never meaning. Operations run
-as Triton kernels on CUDA (`fused`, where one node of autograd has several), some in their CPU form on a CPU
-(`cpu_ops`), and otherwise as their references, unless `use_choices` or `use_impl` says otherwise. Weights are fp32 and
-cast where they are used, to the dtype of the activations. On a GPU that would launch a kernel per weight and step, so
+`NAME_reference` is the specification of `NAME`; other implementations may change its speed, never its meaning. By
+default, operations run as Triton kernels on CUDA (in `fused` if an autograd node has several) and as their references
+elsewhere, except that some have a CPU form (`cpu_ops`); `use_choices` and `use_impl` override this. Weights are fp32
+and cast to the activations' dtype at each use. On a GPU that would launch a kernel per weight and step, so
 `weight_casts` casts all of them in a few launches, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
@@ -30,16 +30,16 @@ from electra_fast.ops import cpu_ops, fused
 from electra_fast.ops.fused import SublayerWeights, cast, kernels
 from electra_fast.ops.sampling import modify_logits, philox, sample_alias_reference, sample_categorical, wide
 
-# What `discriminator_loss` counts over valid tokens, in this order.
+# The counts over valid tokens that `discriminator_loss` returns, in this order.
 DISCRIMINATOR_TOTALS = ("discriminator_correct", "true_positives", "predicted_positives", "replaced", "tokens")
 
 Impl = Literal["kernel", "reference"]
-# None: by `_choices`, or else by device. Plain globals, because torch.compile of torch 2.11 cannot trace a ContextVar.
+# None: `_choices` decide, or else the device. Plain globals, because torch 2.11 cannot compile a ContextVar.
 _impl: Impl | None = None
 _choices: dict[str, str] = {}
-# Takes the place of every operation while kernels are checked (`observe`).
+# Replaces every operation while kernels are checked (`observe`).
 _observer: Observer | None = None
-# Set by the tests: to ask for an operation that the choices do not name is an error.
+# Set by the tests: a call of an operation that is not among the choices raises LookupError.
 is_strict = False
 
 OPERATIONS: set[str] = set()
@@ -51,7 +51,7 @@ Observer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], 
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function with a kernel and a reference, whose choice is named by the function's name."""
+    """Marks a function that has a kernel and a reference; the function's name is the key of the choice."""
     OPERATIONS.add(function.__name__)
 
     @functools.wraps(function)
@@ -76,10 +76,10 @@ def observe(observer: Observer | None) -> Iterator[None]:
 
 @contextmanager
 def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
-    """Runs operations as chosen within the context: values are those of `choice`.
+    """Selects implementations within the context; keys are results of `choice_key`, values are results of `choice`.
 
-    Keys are those of `choice_key`, an operation's name for all widths, and "*" for all others; what no key names runs
-    as its reference. Without any choices, operations run as their kernels on CUDA. `use_impl` takes precedence.
+    A bare operation name applies to all widths, and "*" to all other operations; the rest run as their references.
+    Without any choices, operations run as their kernels on CUDA. `use_impl` takes precedence.
     """
     global _choices
     previous, _choices = _choices, dict(choices)
@@ -90,13 +90,13 @@ def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
 
 
 def choice_key(name: str, x: Tensor | None) -> str:
-    """An operation at the width of its first floating-point matrix, such as "layer_norm:256"; without one, its name."""
+    """Returns an operation with the width of its floating-point matrix, such as "layer_norm:256", or just its name."""
     has_width = x is not None and x.dim() > 1 and x.is_floating_point()
     return f"{name}:{x.shape[-1]}" if has_width else name  # type: ignore[union-attr]  # has_width
 
 
 def choice(name: str, x: Tensor) -> str:
-    """The implementation of an operation on this tensor: "reference", "kernel", or one of several kernels."""
+    """Returns the implementation of an operation for a tensor: "reference", "kernel", or one of several kernels."""
     if _impl is not None:
         return _impl
     if not _choices:
@@ -105,23 +105,23 @@ def choice(name: str, x: Tensor) -> str:
         if key in _choices:
             return _choices[key]
     if is_strict:
-        raise LookupError(f"{choice_key(name, x)} is not among the operations that were checked: {', '.join(_choices)}")
+        raise LookupError(f"{choice_key(name, x)} was not checked; checked operations: {', '.join(_choices)}")
     return "reference"
 
 
 @contextmanager
 def use_impl(impl: Impl | None) -> Iterator[None]:
-    """Runs every operation as its Triton kernel or as its reference within the context, on any device; None: as chosen.
+    """Runs every operation within the context as its Triton kernel or its reference, on any device; None changes none.
 
-    The choice is read when an operation is called or traced: torch.compile recompiles when it changes, a captured
-    CUDA graph replays what it captured. It applies to the whole process, not to one thread. Raises RuntimeError for
-    "kernel" without a CUDA device or Triton's interpreter.
+    The choice is read when an operation is called or traced: torch.compile recompiles when it changes, but a captured
+    CUDA graph does not follow it. It applies to the whole process, not to one thread. Raises RuntimeError for "kernel"
+    without a CUDA device or Triton's interpreter.
     """
     global _impl
     if impl not in ("kernel", "reference", None):
-        raise ValueError(f'impl is "kernel" or "reference", not {impl!r}')
+        raise ValueError(f'impl = {impl!r}: must be "kernel", "reference" or None')
     if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError('impl = "kernel" needs a CUDA device (or, for tests, TRITON_INTERPRET=1)')
+        raise RuntimeError('impl = "kernel": needs a CUDA device or, in tests, TRITON_INTERPRET=1')
     previous, _impl = _impl, impl
     try:
         yield
@@ -138,9 +138,9 @@ def may_use_kernels(device: torch.device) -> bool:
 
 
 def uses_cpu_ops(x: Tensor, *, compiled: bool = False) -> bool:
-    """True if operations on this tensor run in their CPU form (`cpu_ops`).
+    """Returns whether operations on this tensor run in their CPU form (`cpu_ops`).
 
-    torch.compile traces the references, which it fuses itself, except for operations that set `compiled`.
+    torch.compile traces and fuses the references instead, except for operations that set `compiled`.
     """
     is_free = _impl is None and not _choices
     return x.device.type == "cpu" and is_free and (compiled or not torch.compiler.is_compiling())
@@ -156,9 +156,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tensor:
-    """x[index], whose gradient is summed in a fixed order; [R, D], int [M] → [M, D].
+    """x[index], with a gradient that is summed in a fixed order; [R, D], int [M] → [M, D].
 
-    With `sparse`, the gradient is a sparse tensor of the gathered rows on a CPU.
+    With `sparse`, on a CPU, the gradient is a sparse tensor of the gathered rows.
     """
     if uses_cpu_ops(x_RD):
         return F.embedding(index_M, x_RD, sparse=sparse)  # the same operators, without the cost of a custom one
@@ -169,13 +169,12 @@ def gather_rows(x_RD: Tensor, index_M: Tensor, *, sparse: bool = False) -> Tenso
 def slot_states(x_TD: Tensor, position_M: Tensor, num_rows: int) -> Tensor:
     """Hidden states at the masked slots; [T, D] → [M, D].
 
-    A position that was masked more than once gets the sum of its gradients. Unused slots read the last token, and pass
-    it no gradient.
+    A position that was masked more than once gets the sum of its gradients. Unused slots read the last token and pass
+    no gradient to it.
 
     Args:
         x_TD: Hidden states of `num_rows` rows of equal length.
-        position_M: The position of each slot in the flat buffer, int64, as for `corrupt`.
-        num_rows: Rows.
+        position_M: The position of each slot in the flat buffer, int64, as in `corrupt`.
     """
     if uses_kernels(x_TD, "slot_states"):
         return kernels().slot_states(x_TD, position_M, num_rows)
@@ -189,9 +188,9 @@ class Dropout:
     """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
 
     `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's first token. With a
-    key, the mask is a pure function of key, call index, token and column. So it does not depend on the division of a
-    step into micro-batches, is new at every replay of a captured graph, and is drawn again in the backward pass instead
-    of being stored. Each dropout of the networks has a `call_index`. Without a key torch's generator draws the mask.
+    key, the mask is a pure function of key, call index, token and column. It therefore does not depend on the division
+    of a step into micro-batches, changes at every replay of a captured graph, and is drawn again in the backward pass
+    instead of being stored. Each dropout of the networks has a `call_index`. Without a key, torch's generator draws it.
     """
 
     probability: float = 0.0
@@ -199,12 +198,12 @@ class Dropout:
     call_index: int = 0
 
     def call(self, index: int) -> Dropout:
-        """The dropout `index` calls after this one."""
+        """Returns the dropout `index` calls after this one."""
         return replace(self, call_index=self.call_index + index)
 
     @property
     def has_kernel(self) -> bool:
-        """True if kernels can apply it: it has a key, or drops nothing."""
+        """True if kernels can apply it, since it has a key or drops nothing."""
         return self.key is not None or not self.probability
 
     @property
@@ -221,10 +220,10 @@ def dropout(x_TD: Tensor, dropout: Dropout) -> Tensor:
 
 
 def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
-    """With a key, one Philox call draws for four adjacent columns.
+    """With a key, one Philox call draws the words of four adjacent columns.
 
     Its counter is (column // 4, token within the step, step, 2^16 + call index); `sampling` uses smaller last words. An
-    element is dropped if the upper 24 bits of its word are below probability * 2^24.
+    element is dropped if the upper 24 bits of its word are less than probability * 2^24.
     """
     if not dropout.probability or dropout.key is None:
         if dropout.probability and uses_cpu_ops(x_TD):
@@ -243,7 +242,7 @@ def dropout_reference(x_TD: Tensor, dropout: Dropout) -> Tensor:
 
 @operation
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last dimension, with fp32 statistics whatever x's dtype; [..., D] → [..., D]."""
+    """LayerNorm over the last dimension, with fp32 statistics for any dtype of x; [..., D] → [..., D]."""
     if uses_kernels(x, "layer_norm"):
         return kernels().layer_norm(x, weight_D, bias_D, eps)
     return layer_norm_reference(x, weight_D, bias_D, eps)
@@ -288,7 +287,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """residual + dropout(x @ weight.T), the end of every pre-norm sublayer, and its LayerNorm; → two [T, D].
 
-    The second is what the next sublayer reads. The kernel's backward pass adds the gradients of both.
+    The next sublayer reads the second. The kernel's backward pass adds the gradients of both.
     """
     if dropout.has_kernel and uses_kernels(x_TF, "add_norm"):
         norm = (norm_weight_D, norm_bias_D, eps, *dropout.arguments)
@@ -317,7 +316,7 @@ def embedding_norm(
     if dropout.has_kernel and uses_kernels(tables[0], "embedding_norm"):
         return kernels().embedding_norm(*ids, *tables, norm_weight_E, norm_bias_E, eps, dtype, *dropout.arguments)[0]
     token_TE = gather_rows(tables[0], ids[0], sparse=sparse)
-    position_TE, type_TE = (gather_rows(table, each) for each, table in zip(ids[1:], tables[1:], strict=True))
+    position_TE, type_TE = (gather_rows(table, ids_T) for ids_T, table in zip(ids[1:], tables[1:], strict=True))
     x_TE = (token_TE + position_TE + type_TE).to(dtype)
     return dropout_reference(layer_norm_reference(x_TE, norm_weight_E, norm_bias_E, eps), dropout)
 
@@ -349,12 +348,12 @@ def geglu_reference(x_TD: Tensor, weight: Tensor) -> Tensor:
     return F.gelu(activated) * gate
 
 
-# One kernel for all; the GELU, or GeGLU, in the epilogues of its products, by two tilings; the GELU beside them.
+# One kernel for the sublayer; the GELU or GeGLU in the epilogues of the products, with two tilings; a separate GELU.
 FEED_FORWARD_KERNELS = ("narrow", "fused", "pipelined", "apart")
 
 
 def feed_forward_kernels(x_TD: Tensor, inner_width: int, *, is_gated: bool = False) -> list[str]:
-    """Those of `FEED_FORWARD_KERNELS` that `(gated_)feed_forward` can run by, the preferred one first."""
+    """Returns the `FEED_FORWARD_KERNELS` that `(gated_)feed_forward` can use, the preferred one first."""
     is_narrow = kernels().narrow_feed_forward_supports(x_TD, inner_width, is_gated)
     runs = (is_narrow, kernels().matmul_gelu_is_profitable(x_TD), kernels().matmul_gelu_pipelines(x_TD), True)
     return [name for name, does_run in zip(FEED_FORWARD_KERNELS, runs, strict=True) if does_run]
@@ -386,7 +385,7 @@ def gated_feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """residual + dropout((gelu(a) * b) @ out_weight.T), where [a, b] = x @ in_weight.T, and its LayerNorm.
 
-    [T, D], [2F, D], [D, F], [T, D] → two [T, D], as of `add_norm`.
+    [T, D], [2F, D], [D, F], [T, D] → two [T, D], as in `add_norm`.
     """
     how = choice("gated_feed_forward", x_TD)
     norm = (residual_TD, norm_weight_D, norm_bias_D, eps)
@@ -403,7 +402,7 @@ def gated_feed_forward(
 def rotary_angles(
     position_ids_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [T, 1, H/2] in `dtype`, of the rotary angles (Su et al., 2021)."""
+    """Returns cosine and sine, [T, 1, H/2] in `dtype`, of the rotary angles (Su et al., 2021)."""
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=position_ids_T.device) / head_dim
     angles_T1H = (position_ids_T[:, None].to(dtype) * (theta**-exponents))[:, None, :]
     return angles_T1H.cos(), angles_T1H.sin()
@@ -415,7 +414,7 @@ def rotary_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys with rotary position embeddings, and values; [T, D], [3D, D] → [T, N, H] each.
 
-    Implementations may order the dimensions within a head differently, but the same for queries and keys.
+    Implementations may order the dimensions within a head differently, but in the same way for queries and keys.
     """
     if uses_cpu_ops(x_TD):
         qkv_TX = cpu_ops.rotary_qkv(x_TD, weight, cos_T1H, sin_T1H, num_heads)
@@ -434,7 +433,7 @@ def rotary_qkv_reference(
 
 
 def rotate(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotates the pairs of dimensions i and i + H/2 in the angles' dtype; [T, N, H] → [T, N, H] in x's dtype."""
+    """Rotates the pairs of dimensions i and i + H/2, in the angles' dtype; [T, N, H] → [T, N, H] in x's dtype."""
     x1, x2 = x_TNH.to(cos_T1H.dtype).chunk(2, dim=-1)
     return torch.cat((x1 * cos_T1H - x2 * sin_T1H, x2 * cos_T1H + x1 * sin_T1H), dim=-1).to(x_TNH.dtype)
 
@@ -446,7 +445,7 @@ def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
 
 @operation
 def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The discriminator's input and labels: the original tokens with the samples scattered in, and where they differ.
+    """Scatters the samples into the original tokens: the discriminator's input and its labels.
 
     A position that was masked more than once gets floor(mean) of its samples, an arbitrary token, as in
     the published code (`scatter_update`). A sample that equals the original token counts as original.
@@ -454,7 +453,7 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
     Args:
         masked_ids_BL: The generator's input, int.
         position_M: The position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
-            equally many per row, and within their row.
+            with the same number in each row, and lie within their row.
         original_M: The token that each slot masks, int64.
         sample_M: The generator's sample for each slot, int64.
 
@@ -464,7 +463,7 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
     if uses_kernels(masked_ids_BL, "corrupt"):
         return kernels().corrupt(masked_ids_BL, position_M, original_M, sample_M)
     num_tokens = masked_ids_BL.numel()
-    # With an element past the end of the buffer, to which unused slots write.
+    # One more element than tokens: unused slots write to it.
     spare = torch.zeros(num_tokens + 1, dtype=torch.int64, device=masked_ids_BL.device)
     original_T = spare.clone()
     original_T[:num_tokens] = masked_ids_BL.flatten()
@@ -485,9 +484,9 @@ def replaced_logits(
     norm_weight_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """The discriminator's head: dense layer, GELU, LayerNorm where it has a weight, one logit per token.
+    """The discriminator's head: dense layer, GELU, LayerNorm if it has a weight, one logit per token.
 
-    [T, D] → fp32 [T]. The kernel fuses all after the dense layer's product, in fp32.
+    [T, D] → fp32 [T]. The kernel fuses everything after the dense layer's product, in fp32.
     """
     if uses_kernels(x_TD, "replaced_logits"):
         h_TD = linear(x_TD, dense_weight_DD)
@@ -499,7 +498,7 @@ def replaced_logits(
 
 @operation
 def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tensor:
-    """A classifier of tokens; [T, D] → fp32 [T]. Most logits of early training would tie if rounded to bf16."""
+    """A classifier of tokens; [T, D] → fp32 [T]. Rounded to bf16, most logits early in training would be equal."""
     if uses_kernels(x_TD, "token_logits"):
         return kernels().token_logits(x_TD, weight_1D, bias_1)
     return token_logits_reference(x_TD, weight_1D, bias_1)
@@ -513,7 +512,7 @@ def token_logits_reference(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | Non
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
     """Binary cross-entropy summed over valid tokens (positive = "replaced"), and totals for metrics.
 
-    Float [T] and two bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
+    Float [T], bool [T] and bool [T] → fp32 scalar, and int64 [5] in the order of `DISCRIMINATOR_TOTALS`.
     """
     if uses_kernels(logits_T, "discriminator_loss"):
         return kernels().discriminator_loss(logits_T, replaced_T, valid_T)
@@ -554,8 +553,8 @@ def generator_head(
         bias_V: The output bias, fp32.
         target_M: The masked tokens, int64.
         weight_M: The slots' weights in the loss, fp32.
-        slot_M: Indices of the masked slots within the step, int64; they key the samples' random numbers.
-        seed_and_step: int64 [2] on x's device; None for no samples.
+        slot_M: Indices of the masked slots within the step, int64; keys of the samples' random numbers.
+        seed_and_step: int64 [2] on x's device; None to draw no samples.
         temperature: Temperature of the samples; the cross-entropy always uses 1.
         disallow_correct: Excludes the target from the samples.
 
@@ -583,7 +582,7 @@ def generator_head_reference(
     temperature: float = 1.0,
     disallow_correct: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns the cross-entropy of each slot, fp32 [M], instead of their weighted sum."""
+    """Returns the cross-entropy of each slot, fp32 [M], instead of the weighted sum."""
     logits_MV = linear(x_ME, table_VE, bias_V)
     nll_M = masked_cross_entropy(logits_MV, target_M)
     logits_MV = logits_MV.detach()
@@ -596,6 +595,6 @@ def generator_head_reference(
 
 @operation
 def sample_alias(table_V2: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-    """One sample per slot of a fixed distribution, given its `sampling.alias_table`; [V, 2], int64 [M] → int64 [M]."""
+    """One sample per slot from the distribution of a `sampling.alias_table`; [V, 2], int64 [M] → int64 [M]."""
     sample = kernels().sample_alias if uses_kernels(slot_M, "sample_alias") else sample_alias_reference
     return sample(table_V2, slot_M, seed_and_step)

@@ -160,8 +160,8 @@ def alias_table(weights_V: Tensor) -> Tensor:
         raise InputError(f"the weights of all {len(weights_V)} entries are 0; at least one must be above 0")
     units = _in_units(weights_V)
     alias = list(range(len(units)))
-    light = [entry for entry, each in enumerate(units) if each < _UNITS]
-    heavy = [entry for entry, each in enumerate(units) if each > _UNITS]
+    light = [entry for entry, count in enumerate(units) if count < _UNITS]
+    heavy = [entry for entry, count in enumerate(units) if count > _UNITS]
     while light:  # in integers, the heavy entries exceed 2^32 by just as much as the light ones lack
         entry = light.pop()
         giver = heavy[-1]

@@ -73,7 +73,7 @@ def _vocabulary_nll_impl(
             target_logit_m = _target_logit(logits_mv, target_T[rows], entries)
             max_m, sum_m, argmax_m = _reduce_(logits_mp)
             statistics.append((max_m, sum_m, argmax_m + entries.start, target_logit_m))
-        max_mS, sum_mS, argmax_mS, target_logit_mS = (torch.stack(each, 1) for each in zip(*statistics, strict=True))
+        max_mS, sum_mS, argmax_mS, target_logit_mS = (torch.stack(parts, 1) for parts in zip(*statistics, strict=True))
         best_m = max_mS.argmax(1)
         max_T[rows] = max_m = take_along_rows(max_mS, best_m)
         sum_T[rows] = sum_m = (sum_mS * (max_mS - max_m[:, None]).exp()).sum(1)

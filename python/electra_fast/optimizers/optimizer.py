@@ -17,7 +17,7 @@ from electra_fast.errors import InputError
 from electra_fast.optimizers.rules import RULES, OptimizerState
 from electra_fast.optimizers.shards import Shards, assign_owners
 
-# A table is updated by its rows that have moments if it has this many times as many rows: copies of them cost, too.
+# Rows with moments are updated alone if the table has at least this many times as many rows; copying them costs time.
 MIN_ROWS_BY_MOMENTS = 4
 
 
@@ -32,9 +32,9 @@ class Schedule(Protocol):
 
 
 def schedule_of(config: Schedule, num_steps: int) -> Callable[[int], float]:
-    """The learning rate as a fraction of its peak, as a function of the step (0-based) of `num_steps`.
+    """Returns a function that maps a step (0-based) to the learning rate as a fraction of its peak.
 
-    With t the step, T the number of steps and W the warmup steps: `product`, of the published code, is
+    With t the step, T the number of steps and W the warmup steps, `product`, as in the published code, is
     (1 - t/T) * min(1, t/W). `linear` rises linearly over W steps and then falls to 0.
     """
     warmup = config.num_warmup_steps(num_steps)
@@ -62,16 +62,16 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
 class Optimizer:
     """Updates named parameters in place from their `.grad`; skips frozen ones (`requires_grad=False`).
 
-    `parameters` are the trained parameters, `own_names` those that this process updates, `exp_avg` and `exp_avg_sq` the
-    moments by parameter name, including frozen ones. Call `reset` or `choose_parameters` after freezing or unfreezing
-    parameters.
+    `parameters` holds the trained parameters, `own_names` the names of the parameters that this process updates, and
+    `exp_avg` and `exp_avg_sq` the moments by parameter name, including frozen ones. Call `reset` or `choose_parameters`
+    after freezing or unfreezing parameters.
 
     Args:
         named_parameters: The model's parameters by name.
         config: Update rule and its settings.
         lr_factors: Learning-rate factors other than 1, by parameter name.
         shards: The shards of a sharded model, whose rows on this rank are the parameters.
-        matrix_dtype: Dtype of products of matrices, usually that of the activations: bf16 suffices for both.
+        matrix_dtype: Dtype of matrix products, usually the activations' dtype; bf16 suffices for both.
 
     Raises:
         ValueError: No parameter requires a gradient.
@@ -95,18 +95,19 @@ class Optimizer:
         self._state = OptimizerState(
             config, parameters, self.exp_avg, self.exp_avg_sq, scalars, dict(lr_factors or {}), shards, matrix_dtype
         )
-        self.config, self.rule = config, rule(self._state)
-        # For sparse gradients: the rows that are not zero, and the whole tables.
+        self.config = config
+        self.rule = rule(self._state)
+        # For sparse gradients: the nonzero rows, and the whole tables.
         self.gradient_rows: dict[str, Tensor] = {}
         self._tables: dict[str, Tensor] = {}
-        # By table: which rows may have moments, while gradients are sparse. `num_loads` counts replacements of all
-        # moments, so that processes that share them notice.
+        # A mask per table of the rows that may have moments, while gradients are sparse. `num_loads` counts how often
+        # all moments were replaced, so that processes that share them notice.
         self._has_moments: dict[str, Tensor] = {}
         self.num_loads = 0
         self._num_steps = 0
         self._rank = 0
         self._num_processes = 1
-        self._num_skipped = torch.zeros_like(scalars[0])  # of the steps; on the device, which alone knows it
+        self._num_skipped = torch.zeros_like(scalars[0])  # skipped steps; only the device knows their number
         self.choose_parameters()
 
     @property
@@ -120,7 +121,7 @@ class Optimizer:
         self._num_skipped.zero_()
 
     def divide(self, rank: int, num_processes: int) -> None:
-        """Divides the update of parameters in shared memory among processes."""
+        """Divides the updates among processes that share the parameters' memory."""
         self._rank = rank
         self._num_processes = num_processes
         self.choose_parameters()
@@ -137,7 +138,7 @@ class Optimizer:
         """Chooses the parameters that require a gradient now, divided among processes at about equal cost."""
         self.parameters = {name: p for name, p in self._state.parameters.items() if p.requires_grad}
         if not self.parameters:
-            raise ValueError("no parameter requires a gradient: there is nothing to optimize")
+            raise ValueError("no parameter requires a gradient, so there is nothing to optimize")
         costs = {name: self.rule.cost(name, p.shape) for name, p in self.parameters.items()}
         owners = assign_owners(costs, self._num_processes)
         self.own_names = [name for name in self.parameters if owners[name] == self._rank]
@@ -151,18 +152,16 @@ class Optimizer:
             parameter.grad = None
 
     def set_step_scalars(self, lr_scale: float) -> None:
-        """Prepares the next `step`, at `lr_scale` times the peak learning rate: counts it and copies its scalars.
+        """Counts the next step, at `lr_scale` times the peak learning rate, and copies its scalars to the device.
 
         A CUDA graph cannot contain this part of an update. Raises ValueError if a learning rate is 0.
         """
         config = self.config
         rates: list[float] = [getattr(config, name) for name in self.rule.learning_rates]
         if 0 in rates:
-            raise ValueError(
-                "a learning rate is 0, which stands for one derived from the number of steps: use Config.resolved"
-            )
+            raise ValueError("learning rate = 0: must be derived from the number of steps; call Config.resolved first")
         self._num_steps += 1
-        # After infinitely many updates both bias corrections are exactly 1.
+        # Both bias corrections are exactly 1 after infinitely many updates.
         num_updates = self._num_steps if config.bias_correction else math.inf
         corrections = (1 / (1 - config.beta1**num_updates), 1 / math.sqrt(1 - config.beta2**num_updates))
         scalars = [*corrections, num_updates, *(-lr_scale * rate for rate in rates)]
@@ -170,21 +169,21 @@ class Optimizer:
         self._state.scalars.copy_(host, non_blocking=True)
 
     def follow_loads(self, num_loads: int) -> None:
-        """Forgets which rows have moments if those were replaced since, by this process or another."""
+        """Forgets which rows have moments if this process or another has replaced the moments since."""
         if num_loads != self.num_loads:
             self._has_moments.clear()
         self.num_loads = num_loads
 
     def gradients(self) -> dict[str, Tensor]:
         """Dense gradients by parameter name. Raises RuntimeError naming a parameter without one."""
-        found = {}
+        gradients = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 raise RuntimeError(f"parameter {name} has no gradient")
             if parameter.grad.is_sparse:
                 parameter.grad = self._filled_table(name, parameter.grad.coalesce())
-            found[name] = parameter.grad
-        return found
+            gradients[name] = parameter.grad
+        return gradients
 
     def add_rows(self, name: str, rows: Tensor, values: Tensor) -> None:
         grad = self.parameters[name].grad
@@ -198,13 +197,13 @@ class Optimizer:
             del self.gradient_rows[name], self._tables[name]
 
     def nonzero(self, name: str, gradient: Tensor) -> Tensor:
-        """The rows of a gradient that are not zero, as far as that is known; a copy of them."""
+        """Returns a copy of a gradient's nonzero rows if they are known, or else the whole gradient."""
         rows = self.gradient_rows.get(name)
         return gradient if rows is None else gradient.index_select(0, rows)
 
     def _rows_with_moments(self) -> dict[str, Tensor]:
-        """The rows that an update changes otherwise than by decay, of tables with few of them."""
-        found = {}
+        """Returns the rows that an update changes by more than decay, for tables in which they are few."""
+        rows_of = {}
         for name in self._has_moments.keys() - self.gradient_rows.keys():
             del self._has_moments[name]  # any row may get moments now
         for name in self.gradient_rows.keys() & self.exp_avg_sq.keys() & set(self.own_names):
@@ -212,11 +211,11 @@ class Optimizer:
                 self._has_moments[name] = ((self.exp_avg[name] != 0) | (self.exp_avg_sq[name] != 0)).any(1)
             rows = self._has_moments[name].index_fill_(0, self.gradient_rows[name], True).nonzero()[:, 0]
             if MIN_ROWS_BY_MOMENTS * len(rows) <= len(self._has_moments[name]):
-                found[name] = rows
-        return found
+                rows_of[name] = rows
+        return rows_of
 
     def _filled_table(self, name: str, sparse: Tensor) -> Tensor:
-        """A sparse gradient as a dense one, in a table that is reused; `zero_grad` zeroes its rows."""
+        """Returns a sparse gradient as a dense one, in a table that is reused; `zero_grad` clears its rows."""
         if name not in self._tables:
             self._tables[name] = torch.zeros_like(self.parameters[name])
         self.gradient_rows[name] = sparse.indices()[0]
@@ -224,9 +223,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
-        """Clips the gradients and updates the parameters, with the scalars of `set_step_scalars`.
+        """Clips the gradients and updates the parameters, with the scalars that `set_step_scalars` copied.
 
-        Never synchronizes with the host. Args as in `update`. Returns the norm before clipping.
+        Never synchronizes with the host. Takes the arguments of `update`. Returns the norm before clipping.
         """
         norm = self.update(norm, skipped)
         if self.rule.exchanges:
@@ -236,7 +235,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, norm: Tensor | None = None, skipped: Tensor | None = None) -> Tensor:
-        """Clips the gradients and updates the parameters: all of `step` unless `rule.exchanges`.
+        """Clips the gradients and updates the parameters: the whole `step`, unless `rule.exchanges` is set.
 
         Args:
             norm: The norm of all gradients, an fp32 scalar; computed by default.
@@ -248,24 +247,24 @@ class Optimizer:
         gradients = self.gradients()
         if norm is None:
             norm = global_norm([self.nonzero(name, gradient) for name, gradient in gradients.items()])
-        own = {name: gradients[name] for name in self.own_names}
+        owned = {name: gradients[name] for name in self.own_names}
         self._state.skipped = skipped
         if skipped is not None:
             self._leave_out_skipped(skipped)
-        if own and self.config.clip_norm:
+        if owned and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
             bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
             factor = self.config.clip_norm / bounded.clamp(min=self.config.clip_norm)
-            for name in self.gradient_rows.keys() & own.keys():
-                own[name].index_copy_(0, self.gradient_rows[name], self.nonzero(name, own[name]) * factor)
-            if dense := [gradient for name, gradient in own.items() if name not in self.gradient_rows]:
+            for name in self.gradient_rows.keys() & owned.keys():
+                owned[name].index_copy_(0, self.gradient_rows[name], self.nonzero(name, owned[name]) * factor)
+            if dense := [gradient for name, gradient in owned.items() if name not in self.gradient_rows]:
                 torch._foreach_mul_(dense, factor)
         self._state.rows = self._rows_with_moments()
-        self.rule.update(own)
+        self.rule.update(owned)
         return norm
 
     def _leave_out_skipped(self, skipped: Tensor) -> None:
-        """Corrects the scalars for earlier steps that were skipped: they are no updates, as in torch's GradScaler."""
+        """Corrects the scalars for earlier skipped steps, which do not count as updates, as in torch's GradScaler."""
         scalars = self._state.scalars
         config = self.config
         num_updates = (scalars[2] - self._num_skipped).double()
@@ -280,15 +279,14 @@ class Optimizer:
         self.rule.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`exp_avg.NAME` and `exp_avg_sq.NAME` of every trained parameter, and `num_updates`; not copied."""
+        """Returns `exp_avg.NAME` and `exp_avg_sq.NAME` of each trained parameter and `num_updates`, without copies."""
         moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        state = {
-            f"{kind}.{name}": each[name] for kind, each in moments.items() for name in self.parameters if name in each
-        }
+        names = [(kind, name) for kind in moments for name in self.parameters if name in moments[kind]]
+        state = {f"{kind}.{name}": moments[kind][name] for kind, name in names}
         return state | {"num_updates": torch.tensor(self.num_updates)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError if it is of other trained parameters or another rule."""
+        """Restores the result of `state_dict`. Raises ValueError if its trained parameters or its rule differ."""
         self.check_state(state)
         self.follow_loads(self.num_loads + 1)
         for name, tensor in self.state_dict().items():
@@ -297,6 +295,6 @@ class Optimizer:
         self.num_updates = int(state["num_updates"])
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if a state is of other trained parameters or another rule."""
+        """Raises ValueError if a state belongs to other trained parameters or another rule."""
         if odd := sorted(self.state_dict().keys() ^ state.keys()):
-            raise InputError(f"optimizer state of another model or rule: only one of them has {odd[0]}")
+            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd[0]}")

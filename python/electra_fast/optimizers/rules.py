@@ -1,9 +1,8 @@
-"""The update rules of parameters in place, and the state that they read and change.
+"""Update rules, which change parameters in place, and the state that they read and change.
 
-A new rule is a subclass of `UpdateRule`, here or in a file of its own, an entry in `RULES`, and a name in
-`[optimizer]`.
+A new rule is a subclass of `UpdateRule`, here or in a separate file, an entry in `RULES`, and a name in `[optimizer]`.
 
-Shapes: K matrices in one batch or blocks of a parameter, m rows, n columns; G groups, N numbers of a group; X elements.
+Shapes: K matrices in one batch or blocks of a parameter, m rows, n columns; G groups, N numbers per group; X elements.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from electra_fast.config.config import OptimizerConfig
 from electra_fast.ops.branches import Beside
 from electra_fast.optimizers.shards import Shards, assign_owners
 
-# Streams that divide Muon's stacks among them, where a graph has branches.
+# Streams over which Muon's stacks are distributed if a graph has branches.
 NUM_LANES = 3
-# 2-D parameters that AdamW updates for Muon: tables and the classifier.
+# 2-D parameters that Muon leaves to AdamW: tables and the classifier.
 _NOT_MATRICES = (".token", ".position", ".relative", ".token_type", "classifier.weight")
 
 
 @dataclass
 class OptimizerState:
-    """Parameters and moments by name, and the scalars of an update; what is not here is as of `optimizer.Optimizer`.
+    """Parameters and moments by name, and the scalars of an update; `optimizer.Optimizer` documents the other fields.
 
     Args:
         exp_avg: First moments, fp32.
-        exp_avg_sq: Second moments, fp32, of parameters that have one under the rule.
+        exp_avg_sq: Second moments, fp32, of the parameters for which the rule keeps one.
         scalars: Set on the device before each update: Adam's two bias corrections, the number of updates that they
             correct for, and minus each of the rule's learning rates; fp32.
         skipped: 1 if the update must change neither parameters nor moments (gradients are then 0), else 0; an fp32
             scalar. None if no step is ever skipped.
-        rows: Of some tables, the rows that have moments once they have this step's; all others have neither moments nor
-            gradients, so that a rule may leave them but for their decay.
+        rows: For some tables, the rows that have moments, including this step's. All other rows have neither moments
+            nor gradients, so a rule only needs to decay them.
     """
 
     config: OptimizerConfig
@@ -57,7 +56,7 @@ class OptimizerState:
         return self.lr_factors.get(name, 1.0)
 
     def negative_lr(self, number: int = 0) -> Tensor:
-        """Minus one of `UpdateRule.learning_rates`, or 0 if the step is skipped; an fp32 scalar."""
+        """Returns an entry of `UpdateRule.learning_rates` negated, or 0 if the step is skipped; an fp32 scalar."""
         rate = self.scalars[3 + number]
         return rate if self.skipped is None else rate * (1 - self.skipped)
 
@@ -77,9 +76,9 @@ class UpdateRule(ABC):
     """Temporary memory of an update, in bytes per parameter, which memory estimates count."""
 
     learning_rates: ClassVar[tuple[str, ...]] = ("learning_rate",)
-    """The keys of the configuration with its peak learning rates."""
+    """The configuration keys of its peak learning rates."""
     exchanges = False
-    """True if `exchange` communicates: a rule that divides work among ranks then finishes an update after it."""
+    """True if `exchange` communicates, which a rule needs that divides work among ranks; `finish` then follows it."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.state = state
@@ -90,10 +89,10 @@ class UpdateRule(ABC):
         return True
 
     def cost(self, name: str, shape: torch.Size) -> float:
-        """The estimated time of a parameter's update on a CPU, in units of AdamW's for one element."""
+        """Estimates the time of a parameter's update on a CPU, in units of AdamW's time per element."""
         return float(shape.numel())
 
-    def choose(self, names: list[str]) -> None:  # noqa: B027  # most rules treat each parameter by itself
+    def choose(self, names: list[str]) -> None:  # noqa: B027  # most rules treat parameters separately
         """Prepares to update these parameters from now on."""
 
     @abstractmethod
@@ -101,17 +100,17 @@ class UpdateRule(ABC):
         """Updates parameters and moments from clipped gradients, by name."""
 
     def divide_matrices(self, division: MatrixDivision) -> None:  # noqa: B027
-        """Divides work on matrices among ranks: `update` computes this rank's part, `exchange` gathers the others'."""
+        """Divides matrices among ranks: `update` computes this rank's part, `exchange` gathers the other parts."""
 
     def exchange(self) -> None:  # noqa: B027
-        """Gathers the other ranks' part of the update, a collective that may stay outside a CUDA graph."""
+        """Gathers the other ranks' parts of the update, in a collective that may stay outside a CUDA graph."""
 
     def finish(self) -> None:  # noqa: B027
         """Applies the exchanged part of the update."""
 
 
 class AdamW(UpdateRule):
-    """AdamW by torch's fused operator, in one pass over memory instead of ten."""
+    """AdamW with torch's fused operator, in one pass over memory instead of ten."""
 
     update_bytes = 0
 
@@ -128,10 +127,10 @@ class AdamW(UpdateRule):
                 groups.setdefault((config.weight_decay if is_decayed else 0.0, lr_factor), []).append(name)
         for (weight_decay, lr_factor), names in groups.items():
             tensors = (state.parameters, gradients, state.exp_avg, state.exp_avg_sq)
-            self._fused([[each[name] for name in names] for each in tensors], weight_decay, lr_factor)
+            self._fused([[table[name] for name in names] for table in tensors], weight_decay, lr_factor)
 
     def _update_rows(self, name: str, gradient: Tensor) -> None:
-        """Updates the rows of a table that have moments; the others decay: the same bits in a third of the traffic."""
+        """Updates the rows that have moments and decays the others: the same bits for a third of the memory traffic."""
         state = self.state
         rows = self.state.rows[name]
         lr_factor = self.state.lr_factor(name)
@@ -144,7 +143,7 @@ class AdamW(UpdateRule):
             tensor.index_copy_(0, rows, part)
 
     def _fused(self, tensors: Sequence[list[Tensor]], weight_decay: float, lr_factor: float) -> None:
-        """Updates parameters, given with their gradients, first and second moments."""
+        """Updates parameters; `tensors` lists parameters, gradients, first moments and second moments."""
         state = self.state
         config = self.state.config
         parameters, gradients, exp_avgs, exp_avg_sqs = tensors
@@ -167,17 +166,17 @@ class AdamW(UpdateRule):
 
 
 def num_blocks(name: str) -> int:
-    """The matrices of the published layout that a parameter fuses: query, key and value, or GeGLU's halves."""
+    """Returns how many matrices of the published layout a parameter fuses: query, key and value, or GeGLU's halves."""
     return {"qkv": 3, "geglu_in": 2}.get(name.split(".")[-2], 1)
 
 
 class Lamb(UpdateRule):
-    """LAMB (You et al., 2020): Adam's update, scaled to the norm of each matrix of the published layout."""
+    """LAMB (You et al., 2020): Adam's update, scaled by the norm of each matrix in the published layout."""
 
     update_bytes = 8  # denominators and updates
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Updates all parameters; norms and biases without weight decay or trust ratio."""
+        """Updates all parameters; norms and biases get no weight decay and no trust ratio."""
         state = self.state
         config = self.state.config
         names = list(gradients)
@@ -208,7 +207,7 @@ class Lamb(UpdateRule):
         torch._foreach_add_(parameters, updates)
 
     def _apply_trust_ratios(self, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Multiplies each block's update by its trust ratio; parameter and update by name."""
+        """Multiplies each block's update by its trust ratio; `matrices` has parameter and update by name."""
         shards = self.state.shards
         if shards is None:
             for name, (parameter, update) in matrices.items():
@@ -225,15 +224,15 @@ class Lamb(UpdateRule):
 
 
 def _trust_ratios(sizes: Tensor, lengths: Tensor) -> Tensor:
-    """|parameter| / |update| from both norms; 1 where either is 0."""
+    """Returns |parameter| / |update| from both norms, or 1 where either is 0."""
     return torch.where((sizes > 0) & (lengths > 0), sizes / lengths, torch.ones_like(sizes))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Parameters whose matrices have one shape up to transposition, and that shape, [m, n] with m <= n.
+    """Parameters whose matrices share one shape up to transposition, [m, n] with m <= n.
 
-    They are orthogonalized in one batch, in which tall matrices are transposed.
+    They are orthogonalized in one batch, with tall matrices transposed.
     """
 
     wide: tuple[str, ...]
@@ -249,7 +248,7 @@ class Stack:
         return sum(map(num_blocks, self.names))
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Stacks the matrices of its parameters; [K, m, n]."""
+        """Stacks the matrices of the parameters; [K, m, n]."""
         halves = ((self.wide, self.shape), (self.tall, self.shape[::-1]))
         # Concatenated before they are transposed: CUDA copies strided tensors one by one.
         wide, tall = (
@@ -260,9 +259,9 @@ class Stack:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def split(self, matrices_Kmn: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Inverts `join`, and scales the matrices, in place; returns each parameter's by name.
+        """Inverts `join` and scales the matrices in place; returns the matrices of each parameter by name.
 
-        Tall ones are multiplied by sqrt(n / m) besides, so that updates of all shapes have equal size (Jordan et al.).
+        Tall matrices are also multiplied by sqrt(n / m), so that updates of all shapes have equal size (Jordan et al.).
         """
         m, n = self.shape
         num_wide = sum(map(num_blocks, self.wide))
@@ -279,9 +278,9 @@ class Stack:
 
 
 def stacks(parameters: Mapping[str, Tensor]) -> list[Stack]:
-    """Groups Muon's parameters by the shape of their matrices; on a GPU, up to transposition.
+    """Groups Muon's parameters by the shape of their matrices; on a GPU, up to transposition, to save launches.
 
-    There launches count. On a CPU the iterations of a transposed copy would give other bits.
+    On a CPU, the iterations on a transposed copy would give different bits.
     """
     halves: dict[tuple[tuple[int, int], bool], tuple[list[str], list[str]]] = {}
     for name, parameter in parameters.items():
@@ -300,19 +299,19 @@ class MatrixDivision:
     Args:
         num_groups: Groups per stack. Each is one batched computation, so results for the same number of groups are
             bitwise equal for any number of ranks.
-        own: This rank's groups.
-        gather: Concatenates the ranks' flat tensors, [n] each, into one; None if this rank has all groups.
+        owned: The groups of this rank.
+        gather: Concatenates the ranks' flat tensors, [n] each; None if this rank has all groups.
     """
 
     num_groups: int = 1
-    own: range = range(1)
+    owned: range = range(1)
     gather: Callable[[Tensor, Tensor], None] | None = None
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximately the nearest (semi-)orthogonal matrices; [K, m, n] → the same, in the same dtype.
+    """Approximates the nearest (semi-)orthogonal matrices; [K, m, n] → [K, m, n], in the input's dtype.
 
-    Five Newton-Schulz iterations, computed in `dtype`; bf16 suffices (Jordan et al., 2024).
+    Runs five Newton-Schulz iterations in `dtype`; bf16 suffices (Jordan et al., 2024).
     """
     a = 3.4445
     b = -4.7750
@@ -342,10 +341,8 @@ class Orthogonalization:
         self, stacks: Sequence[Stack], division: MatrixDivision, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._dtype = dtype
-        num_groups = division.num_groups
-        own = division.own
-        self._num_groups = num_groups
-        self._own = own
+        self._num_groups = num_groups = division.num_groups
+        self._owned = owned = division.owned
         self._gather = division.gather
         self._whole: list[Tensor] = [torch.empty(0)] * len(stacks)
         if num_groups == 1:
@@ -355,27 +352,29 @@ class Orthogonalization:
         ]
         numels = [math.prod(stack.shape) for stack in stacks]
         length = max(sum(count * numel for count, numel in zip(row, numels, strict=True)) for row in counts)
-        # All ranks send equally long rows; the gathered result needs a buffer of its own.
+        # All ranks send rows of equal length; the gathered result needs a separate buffer.
         self._all_GN = torch.zeros(num_groups, length, dtype=self._dtype, device=device)
-        self._own_GN = torch.zeros_like(self._all_GN[: len(own)]) if self._gather else self._all_GN
+        self._owned_GN = torch.zeros_like(self._all_GN[: len(owned)]) if self._gather else self._all_GN
         self._views = [_views(row, counts[group], stacks) for group, row in enumerate(self._all_GN)]
-        self._own_views = [_views(row, counts[group], stacks) for group, row in zip(own, self._own_GN, strict=True)]
+        self._owned_views = [
+            _views(row, counts[group], stacks) for group, row in zip(owned, self._owned_GN, strict=True)
+        ]
 
     def compute(self, number: int, matrices_Kmn: Tensor) -> None:
         if self._num_groups == 1:
             self._whole[number] = orthogonalize(matrices_Kmn, self._dtype)
             return
-        for group, views in zip(self._own, self._own_views, strict=True):
+        for group, views in zip(self._owned, self._owned_views, strict=True):
             rows = _part(matrices_Kmn.shape[0], group, self._num_groups)
             if rows:
                 views[number].copy_(orthogonalize(matrices_Kmn[rows.start : rows.stop], self._dtype))
 
     def exchange(self) -> None:
         if self._gather is not None and self._num_groups > 1:
-            self._gather(self._own_GN.view(-1), self._all_GN.view(-1))
+            self._gather(self._owned_GN.view(-1), self._all_GN.view(-1))
 
     def result(self, number: int) -> Tensor:
-        """A whole stack after `exchange`; fp32 [K, m, n]."""
+        """Returns a whole stack after `exchange`; fp32 [K, m, n]."""
         if self._num_groups == 1:
             return self._whole[number]
         return torch.cat([views[number] for views in self._views]).float()
@@ -386,7 +385,7 @@ def _part(total: int, part: int, num_parts: int) -> range:
 
 
 def _views(row_N: Tensor, counts: Sequence[int], stacks: Sequence[Stack]) -> list[Tensor]:
-    """Views of each stack's matrices in a flat buffer."""
+    """Returns views of each stack's matrices in a flat buffer."""
     sizes = [count * math.prod(stack.shape) for count, stack in zip(counts, stacks, strict=True)]
     parts = torch.split(row_N[: sum(sizes)], sizes)
     return [part.view(-1, *stack.shape) for part, stack in zip(parts, stacks, strict=True)]
@@ -398,7 +397,7 @@ class Muon(UpdateRule):
     Matrices of one shape are orthogonalized in a batch (`stacks`).
     """
 
-    update_bytes = 10  # 9.9 at most with the presets, whose largest stack of matrices decides
+    update_bytes = 10  # at most 9.9 with the presets, for their largest stack of matrices
     learning_rates = ("learning_rate", "muon_learning_rate")
 
     def __init__(self, state: OptimizerState) -> None:
@@ -413,7 +412,7 @@ class Muon(UpdateRule):
         return parameter.dim() != 2 or name.endswith(_NOT_MATRICES)
 
     def cost(self, name: str, shape: torch.Size) -> float:
-        """As in the base class; iterations multiply each element about 30 times by the length of the shorter side."""
+        """See the base class; the iterations take about 30 multiplications per element and unit of the shorter side."""
         return shape.numel() * (1 + min(shape) / 16 if name in self._names else 1)
 
     def choose(self, names: list[str]) -> None:
@@ -434,7 +433,7 @@ class Muon(UpdateRule):
         return self._division.gather is not None and bool(self._stacks)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Applies AdamW's updates, and computes the orthogonalized matrices of this rank's part."""
+        """Applies AdamW's updates, and orthogonalizes this rank's part of the matrices."""
         names = [name for stack in self._stacks for name in stack.names]
         matrices = self._nesterov(names, gradients) if names else {}
         orthogonal = [
@@ -452,8 +451,8 @@ class Muon(UpdateRule):
         if self.state.shards is not None and len(adamw) < len(gradients):
             matrices = {name: gradients[name] for name in gradients if name in self._names}
             self._update_sharded(self.state.shards, matrices)
-        for each in orthogonal:
-            each.result()
+        for group in orthogonal:
+            group.result()
         if not self.exchanges:
             self.finish()
 
@@ -468,7 +467,7 @@ class Muon(UpdateRule):
             self._apply({name: update.view(self.state.parameters[name].shape) for name, update in updates.items()})
 
     def _nesterov(self, names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Updates the momentum; returns the matrices to orthogonalize, by name."""
+        """Updates the momentum and returns the matrices to orthogonalize by name."""
         momentum = self.state.config.muon_momentum
         self.state.update_exp_avg({name: gradients[name] for name in names}, momentum)
         grads = [gradients[name] for name in names]
@@ -476,7 +475,7 @@ class Muon(UpdateRule):
         return dict(zip(names, torch._foreach_lerp(grads, exp_avgs, momentum), strict=True))
 
     def _update_sharded(self, shards: Shards, gradients: Mapping[str, Tensor]) -> None:
-        """Updates the matrices of a sharded model, sending each whole matrix to one rank and back."""
+        """Updates the matrices of a sharded model; each whole matrix travels to one rank and back."""
         costs = {name: self.cost(name, shards.shapes[name]) for name in gradients}
         owners = assign_owners(costs, shards.num_processes)
         wholes = shards.to_owners(self._nesterov(list(gradients), gradients), owners)
