@@ -122,7 +122,7 @@ def test_compiled_code_follows_the_switch(monkeypatch):
 def test_refuses_kernels_where_there_are_none_and_unknown_names(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match='impl = "kernel" needs a CUDA device'), use_impl("kernel"):
+    with pytest.raises(RuntimeError, match='impl = "kernel": needs a CUDA device'), use_impl("kernel"):
         pass
     unknown = pytest.raises(ValueError, match='impl = \'triton\': must be "kernel", "reference" or None')
     with unknown, use_impl("triton"):

@@ -313,7 +313,7 @@ def test_frozen_parameters_are_left_out(rule):
     other = Optimizer(named.items(), config)
     other.load_state_dict(state)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
-    with pytest.raises(ValueError, match="another model or rule: only one of them has exp_avg.wide.weight"):
+    with pytest.raises(ValueError, match="another model or rule: only one of the two has exp_avg.wide.weight"):
         Optimizer(parameters().items(), config).load_state_dict(state)
 
 
@@ -336,7 +336,7 @@ def test_rates_must_be_chosen():
 
     update_at("adamw", 1e-3, 0.0)
     for rule, rate, muon_rate in (("muon", 1e-3, 0.0), ("muon", 0.0, 0.02), ("adamw", 0.0, 0.02)):
-        with pytest.raises(ValueError, match="a learning rate is 0"):
+        with pytest.raises(ValueError, match="learning rate = 0: must be derived"):
             update_at(rule, rate, muon_rate)
 
 

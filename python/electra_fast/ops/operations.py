@@ -43,7 +43,6 @@ _observer: Observer | None = None
 is_strict = False
 
 OPERATIONS: set[str] = set()
-"""Names of all operations."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,6 +174,7 @@ def slot_states(x_TD: Tensor, position_M: Tensor, num_rows: int) -> Tensor:
     Args:
         x_TD: Hidden states of `num_rows` rows of equal length.
         position_M: The position of each slot in the flat buffer, int64, as in `corrupt`.
+        num_rows: Number of rows.
     """
     if uses_kernels(x_TD, "slot_states"):
         return kernels().slot_states(x_TD, position_M, num_rows)
@@ -447,8 +447,8 @@ def masked_cross_entropy(logits_MV: Tensor, target_M: Tensor) -> Tensor:
 def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sample_M: Tensor) -> tuple[Tensor, Tensor]:
     """Scatters the samples into the original tokens: the discriminator's input and its labels.
 
-    A position that was masked more than once gets floor(mean) of its samples, an arbitrary token, as in
-    the published code (`scatter_update`). A sample that equals the original token counts as original.
+    A position masked more than once gets floor(mean) of its samples, an arbitrary token, as in the published code
+    (`scatter_update`). A sample that equals the original token counts as original.
 
     Args:
         masked_ids_BL: The generator's input, int.

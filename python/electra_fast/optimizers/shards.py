@@ -80,7 +80,7 @@ class Shards:
     # Norms.
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns Euclidean norms of tensors that have a piece, possibly empty, on each process; fp32 [len(tensors)]."""
+        """Returns Euclidean norms of tensors with a (possibly empty) piece on each process; fp32 [len(tensors)]."""
         squares = torch.stack(torch._foreach_norm(list(tensors))).square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
