@@ -57,7 +57,7 @@ def test_default_columns(write, columns, texts, label):
 
 
 def test_the_page_lists_the_names_of_columns():
-    page = (Path(__file__).parents[3] / "docs/reference/fine-tuning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/reference/labeled-data.md").read_text(encoding="utf-8")
     for what, names in {
         "texts": own_data.TEXT_COLUMNS,
         "label": own_data.LABEL_COLUMNS,
