@@ -233,7 +233,7 @@ def test_the_documents_claim_what_the_committed_runs_say(tmp_path):
     scores = [[report.score(each) for each in point.results] for point in points]
     ours, published, mlm = (f"{statistics.mean(each):.1f} ± {statistics.stdev(each):.1f}" for each in scores)
     claim = (
-        f"the default recipe has a mean of {ours} on these tasks, the published one, given rotary positions and tuned, "
-        f"{published}, and a masked language model with the encoder and optimizer of the default {mlm}"
+        f"the default recipe averages {ours} on these tasks. The published recipe, tuned and with rotary positions, "
+        f"averages {published}, and a masked language model with the encoder and optimizer of the default recipe {mlm}"
     )
     assert claim in " ".join(page.split())
