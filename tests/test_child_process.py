@@ -40,7 +40,7 @@ def test_folders_that_are_meant_stay(hostile_folder, tmp_path, monkeypatch):
     ("program", "end", "is_memory"),
     [
         ("import torch_of_the_user", "exit code 1: ModuleNotFoundError: No module named 'torch_of_the_user'", False),
-        ("sys.exit(3)", "exit code 3: it wrote nothing", False),
+        ("sys.exit(3)", "exit code 3: no output", False),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV", False),
         ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL, as the system does when memory runs out", True),
         ("raise MemoryError", "exit code 1: MemoryError", True),

@@ -1,4 +1,4 @@
-"""Facts about GPUs on which choices depend: the one place that knows capabilities, makers, peaks, and faults."""
+"""Facts about GPUs: capabilities, architectures, peak speeds and known faults. No other module has such facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-# NVIDIA's architectures by compute capability, or by its major version.
+# NVIDIA's architectures, keyed by compute capability or by its major version.
 _ARCHITECTURES: dict[tuple[int, ...], str] = {
     (7, 0): "Volta",
     (7, 5): "Turing",
@@ -25,8 +25,8 @@ _ARCHITECTURES: dict[tuple[int, ...], str] = {
 }
 # AMD's architectures with bf16 products: MI200, MI300, MI350, RDNA 3 and 4.
 _GFX_WITH_BF16 = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-# Dense peaks in TFLOP/s by words of the device's name, from the makers' data sheets: 16-bit matrix products that
-# accumulate in fp32, and fp32 without tensor cores. The first entry whose words are all in the name counts.
+# Dense peaks in TFLOP/s from the data sheets, keyed by words of the device's name: 16-bit matrix products that
+# accumulate in fp32, and fp32 without tensor cores. The first entry whose words all occur in the name applies.
 _PEAKS: dict[str, tuple[float, float]] = {
     "GB300": (2500, 80),
     "B300": (2250, 75),
@@ -66,9 +66,9 @@ _PEAKS: dict[str, tuple[float, float]] = {
     "V100": (125, 15.7),
     "MI300X": (1307, 163.4),
 }
-# Words of slices and variants, whose peaks differ from those of the entries without them.
+# Words of slices and variants: their peaks differ from the entries without these words.
 _VARIANTS = {"MIG", "LAPTOP", "MAX", "TI", "D", "SUPER"}
-# Versions of Triton that compile wrong code, by the issue of triton-lang/triton that says so.
+# Versions of Triton that compile wrong code, with the issue in triton-lang/triton.
 _FAULTY_TRITON = {"3.7.0": 11366, "3.7.1": 11366}
 
 
@@ -78,12 +78,12 @@ class Card:
 
     Args:
         name: `torch.cuda.get_device_name`.
-        capability: NVIDIA's compute capability; on ROCm, numbers of AMD's own, which mean nothing here.
-        is_rocm: True for a GPU of AMD, by ROCm.
-        num_multiprocessors: Streaming multiprocessors, or AMD's compute units.
-        shared_bytes: Shared memory of each of those.
-        gfx: AMD's name of the architecture, such as `gfx942`; empty for others.
-        memory_bytes: Its memory; 0 if unknown.
+        capability: NVIDIA's compute capability; on ROCm, numbers with another meaning.
+        is_rocm: True for an AMD GPU with ROCm.
+        num_multiprocessors: Number of streaming multiprocessors, or of AMD's compute units.
+        shared_bytes: Shared memory per multiprocessor.
+        gfx: AMD's name of the architecture, such as `gfx942`; empty for other GPUs.
+        memory_bytes: Size of the memory; 0 if unknown.
     """
 
     name: str
@@ -95,35 +95,35 @@ class Card:
     memory_bytes: int = 0
 
     def __str__(self) -> str:
-        """Such as `NVIDIA H100 PCIe (Hopper 9.0)` or `AMD Instinct MI300X (gfx942)`."""
+        """Returns, for instance, `NVIDIA H100 PCIe (Hopper 9.0)` or `AMD Instinct MI300X (gfx942)`."""
         major, minor = self.capability
         return f"{self.name} ({self.architecture if self.is_rocm else f'{self.architecture} {major}.{minor}'.strip()})"
 
     @property
     def architecture(self) -> str:
-        """Such as `Hopper`, `Blackwell` (of data centers), `consumer Blackwell` or `gfx942`; empty if unknown."""
+        """For instance `Hopper`, `Blackwell` (data center), `consumer Blackwell` or `gfx942`; empty if unknown."""
         if self.is_rocm:
             return self.gfx
         return _ARCHITECTURES.get(self.capability, _ARCHITECTURES.get(self.capability[:1], ""))
 
     @property
     def is_hopper(self) -> bool:
-        """True for H100, H200 and their kin. An MI300 has the capability (9, 4), and is none."""
+        """True for H100, H200 and other Hopper cards; an MI300 reports the capability (9, 4) but is not one."""
         return self.architecture == "Hopper"
 
     @property
     def has_bf16(self) -> bool:
-        """True if products of bf16 factors are as fast as those of fp16."""
+        """True if matrix products in bf16 are as fast as in fp16."""
         return self.gfx.startswith(_GFX_WITH_BF16) if self.is_rocm else self.capability >= (8, 0)
 
     @property
     def has_fp16_tensor_cores(self) -> bool:
-        """True if products of fp16 factors are several times as fast as those in fp32."""
+        """True if matrix products in fp16 are several times as fast as in fp32."""
         return not self.is_rocm and self.capability >= (7, 0)
 
     @property
     def has_flash_attention(self) -> bool:
-        """True if torch's flash attention runs. On ROCm it comes from other libraries, which nobody has tried here."""
+        """True if torch's flash attention runs. On ROCm it uses other libraries, which are untested here."""
         return not self.is_rocm and self.capability >= (8, 0)
 
     def peak_flops(self, precision: str) -> float | None:
@@ -153,14 +153,14 @@ def card_of(device: torch.device) -> Card:
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Returns a device's dense peak in FLOP/s, as `Card.peak_flops`; None on a CPU."""
+    """Returns a device's dense peak in FLOP/s (`Card.peak_flops`); None for a CPU."""
     return card_of(device).peak_flops(precision) if device.type == "cuda" else None
 
 
 def missing_for_triton(card: Card | None) -> str | None:
-    """Returns why Triton's kernels cannot be used, with a remedy, or None if they can.
+    """Returns the reason why Triton kernels cannot run, with a remedy, or None if they can.
 
-    Without a card, tells only about Triton itself and what it compiles its launchers with.
+    Without a card, checks only Triton itself, the C compiler and Python's headers.
     """
     try:
         from triton import __version__ as version
@@ -170,11 +170,11 @@ def missing_for_triton(card: Card | None) -> str | None:
         return f"Triton {version} compiles wrong code (triton issue {issue}); upgrade torch, which brings its own"
     compilers = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
     if not any(map(shutil.which, compilers)):
-        return f"Triton needs a C compiler, for its launchers, and there is no {' or '.join(compilers)}; install gcc"
+        return f"Triton needs a C compiler for its launchers, and found no {' or '.join(compilers)}; install gcc"
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if not header.is_file():
-        return f"Triton needs Python's headers, for its launchers, and there is no {header}; install python3-dev"
+        return f"Triton needs Python's headers for its launchers, and {header} is missing; install python3-dev"
     if card is not None and not card.is_rocm and card.capability < (7, 5):
         major, minor = card.capability
-        return f"Triton needs compute capability 7.5, and {card.name} has {major}.{minor}; keep to the references"
+        return f"Triton needs compute capability 7.5, and {card.name} has {major}.{minor}; use the reference operations"
     return None

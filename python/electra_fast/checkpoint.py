@@ -36,8 +36,8 @@ def write(
 ) -> Path:
     """Writes the checkpoint of `state.step` atomically, then removes all but the `keep` newest and the best.
 
-    `tensors` are those of `stored` and must not change meanwhile. Training from a checkpoint without `optimizer`, that
-    of an imported model, starts afresh. Raises OSError if writing fails.
+    `tensors` (from `stored`) must not change during the call. Training from a checkpoint without `optimizer`, such as
+    an imported model's, starts with a new optimizer state. Raises OSError if writing fails.
     """
     final = checkpoint_folder.path_of(run, state.step)
 
@@ -65,38 +65,38 @@ def load_model(directory: Path) -> Electra:
 
 
 def load_parameters(model: Electra, directory: Path) -> None:
-    """Fills a model from a checkpoint. Raises ValueError naming the first parameter that does not fit."""
-    found = read_parameters(model, directory)
+    """Loads a checkpoint into a model. Raises ValueError naming the first parameter that does not fit."""
+    parameters = read_parameters(model, directory)
     with torch.no_grad():
         for name, parameter in stored(model).items():
-            parameter.copy_(found[name])
+            parameter.copy_(parameters[name])
 
 
 def read_parameters(model: Electra, directory: Path) -> dict[str, Tensor]:
-    """Returns a model's parameters from a checkpoint, `lengthened`.
+    """Returns a model's parameters from a checkpoint, extended to its positions (`lengthened`).
 
-    Raises ValueError naming the first one that does not fit.
+    Raises ValueError naming the first parameter that does not fit.
     """
     path = directory / "model.safetensors"
-    found = lengthened(read_tensors(path), model.config.model.max_positions)
-    own = stored(model)
-    for name in sorted(own.keys() | found.keys()):
-        if name not in found or name not in own:
-            where = "missing from" if name not in found else "unknown to this configuration but in"
-            raise InputError(f"{path}: parameter {name} is {where} the checkpoint, which is of another model")
-        if own[name].shape != found[name].shape:
+    tensors = lengthened(read_tensors(path), model.config.model.max_positions)
+    expected = stored(model)
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors or name not in expected:
+            place = "missing from the checkpoint" if name not in tensors else "unknown to this configuration"
+            raise InputError(f"{path}: parameter {name} is {place}; the checkpoint belongs to another model")
+        if expected[name].shape != tensors[name].shape:
             raise InputError(
-                f"{path}: parameter {name} is {list(found[name].shape)} in the checkpoint and "
-                f"{list(own[name].shape)} in this configuration; the checkpoint is of another model"
+                f"{path}: parameter {name} has the shape {list(tensors[name].shape)}, and this configuration needs "
+                f"{list(expected[name].shape)}; the checkpoint belongs to another model"
             )
-    return found
+    return tensors
 
 
 def lengthened(tensors: Mapping[str, Tensor], num_positions: int) -> dict[str, Tensor]:
-    """Returns tensors of a checkpoint for a model of `num_positions`, which may have grown since.
+    """Returns a checkpoint's tensors for a model with `num_positions`, perhaps more than it was saved with.
 
-    Learned positions repeat from the first row on, and so do their moments: with second moments of 0, the first updates
-    of the new rows would be many times too large.
+    The learned positions are repeated from the first row, as are their moments: with second moments of 0, the first
+    updates of the new rows would be many times too large.
     """
     repeated = torch.arange(num_positions)
     return {
@@ -108,33 +108,33 @@ def lengthened(tensors: Mapping[str, Tensor], num_positions: int) -> dict[str, T
 
 
 def stored(model: Electra) -> dict[str, Tensor]:
-    """Returns the tensors that a checkpoint keeps: parameters, shared ones once, and persistent buffers; not copied."""
+    """Returns the tensors of a checkpoint, not copied: parameters (shared ones once) and persistent buffers."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a safetensors file to the CPU. Raises ValueError if it is damaged or has values that are not finite."""
+    """Reads a safetensors file to the CPU. Raises ValueError if it is damaged or has non-finite values."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: missing; {path.parent} is not a whole checkpoint")
+        raise FileNotFoundError(f"{path}: missing; {path.parent} is not a complete checkpoint")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: damaged ({error}); {path.parent} is not a whole checkpoint") from None
+        raise InputError(f"{path}: damaged ({error}); {path.parent} is not a complete checkpoint") from None
     require_finite(path, tensors)
     return tensors
 
 
 def require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError naming the first tensor of a file with values that are not finite in fp32."""
+    """Raises ValueError naming the first tensor of a file that has non-finite values in fp32."""
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise InputError(f"{path}: {name} has values that are nan or infinite; the model is broken")
+            raise InputError(f"{path}: {name} has NaN or infinite values; use another checkpoint or model")
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file with the umask's permissions; `save_file` alone makes it readable by its owner only."""
+    """Writes a safetensors file with the umask's permissions; `save_file` alone would restrict it to its owner."""
     path.touch()
     mode = path.stat().st_mode
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Processes that run this package's code: where they find modules, and why they ended."""
+"""Child processes that run this package's code: their module search path, and the reason for their exit."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ MAX_REASON_LENGTH = 300
 
 
 def search_path() -> list[str]:
-    """Returns this process's `sys.path` without the current folder, in which a `torch` or a `random.py` is the user's.
+    """Returns this process's `sys.path` without the current folder, which may have a user's `torch` or `random.py`.
 
-    It stays if this package is in it, as in a checkout, or if PYTHONPATH names it.
+    The folder stays if it contains this package, as in a checkout, or if PYTHONPATH lists it.
     """
     try:
         here = os.getcwd()
-    except OSError:  # it has been removed
-        return [each for each in sys.path if each]
-    named = [Path(each).resolve() for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    if Path(here).resolve() in [*named, Path(__file__).resolve().parent.parent]:
+    except OSError:  # the folder was removed
+        return [entry for entry in sys.path if entry]
+    listed = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if Path(here).resolve() in [*listed, Path(__file__).resolve().parent.parent]:
         return list(sys.path)
-    return [each for each in sys.path if os.path.abspath(each) != here]
+    return [entry for entry in sys.path if os.path.abspath(entry) != here]
 
 
 def python_command(program: str, *arguments: str) -> list[str]:
     """Returns a command that runs `program` in another Python, with `arguments` as `sys.argv[1:]`.
 
-    It imports what this process would import, except from the current folder.
+    That Python imports the same modules as this process, but none from the current folder.
     """
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {search_path()!r}; {program}", *arguments]
 
 
 def describe_end(code: int, errors: str = "") -> str:
-    """Says why a process ended: by which signal, or with which last line.
+    """Returns the reason why a process ended: its signal, or the last line that it wrote.
 
     Args:
-        code: Its exit code; negative, the signal that killed it.
-        errors: What it wrote to standard error.
+        code: The exit code; if negative, the signal that killed the process.
+        errors: The text that it wrote to standard error.
     """
     import re
     import signal
@@ -47,11 +47,11 @@ def describe_end(code: int, errors: str = "") -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # The line of the exception: torch adds several about its own settings.
+    # Prefer the exception's line: torch adds lines about its own settings.
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
-    return f"exit code {code}: {([*lines, *named] or ['it wrote nothing'])[-1][:MAX_REASON_LENGTH]}"
+    return f"exit code {code}: {([*lines, *named] or ['no output'])[-1][:MAX_REASON_LENGTH]}"
 
 
 def lacked_memory(code: int, errors: str) -> bool:
-    """Returns whether a process may have ended because it lacked memory."""
+    """Returns whether a process may have run out of memory."""
     return code == -9 or any(text in errors for text in ("out of memory", "can't allocate memory", "MemoryError"))

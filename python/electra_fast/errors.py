@@ -1,4 +1,4 @@
-"""The package's exceptions, which the command line reports in one line; any other exception but OSError is a bug."""
+"""The package's exceptions. The command line reports them, and OSError, in one line; any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class ElectraFastError(Exception):
-    """Base of errors whose message says what is wrong, where, and what to do."""
+    """Base class of errors; the message names the problem, its place and the remedy."""
 
 
 class InputError(ElectraFastError, ValueError):
@@ -26,32 +26,32 @@ class Diverged(TrainingFailed):
 
 
 class ReportedElsewhere(ElectraFastError):
-    """Ends a rank because of an error that another rank reports."""
+    """Ends a rank after an error that another rank reports."""
 
 
 class StopTraining(ElectraFastError):
-    """Raise it in a callback to stop `pretrain` or `finetune`: a checkpoint is written, then it passes through."""
+    """Raise it in a callback to stop `pretrain` or `finetune`: they write a checkpoint and raise it again."""
 
 
 class OutOfMemory(ElectraFastError, MemoryError):
-    """The memory of a device does not suffice; the message names the value to set."""
+    """A device has too little memory; the message names the key to change."""
 
     @classmethod
-    def at(cls, what: str, error: Exception, remedy: str) -> Self:
-        """Returns the error of a place, with the first two sentences of a library's message, and the remedy."""
-        return cls(f"{what}: out of memory ({'. '.join(str(error).split('. ')[:2])}); {remedy}")
+    def at(cls, place: str, error: Exception, remedy: str) -> Self:
+        """Returns an error with its place, the first two sentences of a library's message, and the remedy."""
+        return cls(f"{place}: out of memory ({'. '.join(str(error).split('. ')[:2])}); {remedy}")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether torch, pyarrow or Python failed to allocate memory; torch raises a RuntimeError that says so.
+    """Returns whether torch, pyarrow or Python failed to allocate memory.
 
-    A CUDA graph that is being captured raises an error of its own after it.
+    torch raises a RuntimeError, and during the capture of a CUDA graph another error after it.
     """
-    said = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+    is_named = any(text in str(error) for text in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
     earlier = error.__context__
     return (
         isinstance(error, MemoryError)
-        or (isinstance(error, RuntimeError) and said)
+        or (isinstance(error, RuntimeError) and is_named)
         or (isinstance(earlier, Exception) and is_out_of_memory(earlier))
     )
 
@@ -61,7 +61,7 @@ class Interrupted(KeyboardInterrupt):
 
     Args:
         signal: The signal's number; the command line exits with 128 plus this number.
-        message: Says what is kept and how to resume.
+        message: States which work is kept and how to resume.
         is_reported: True if another rank prints the message.
     """
 

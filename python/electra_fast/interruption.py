@@ -14,11 +14,11 @@ from types import FrameType
 
 from electra_fast.errors import Interrupted
 
-# From a scheduler or shell, Ctrl-C, a closed terminal, and warnings before a time limit.
+# Sent by schedulers or shells, Ctrl-C, a closed terminal, and schedulers before a time limit.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A launched process treats a signal repeated within this time as an echo of the first.
 ECHO_SECONDS = 5.0
-# Requests of the `stop_requests` contexts that are open, the innermost last.
+# Requests of the open `stop_requests` contexts, innermost last.
 _active: list[StopRequest] = []
 # Interval at which a process checks that its parent is alive.
 PARENT_SECONDS = 1.0
@@ -26,7 +26,7 @@ PARENT_SECONDS = 1.0
 
 @dataclass
 class StopRequest:
-    """The signal that requested a stop; 0 if none did."""
+    """The signal that requested a stop, or 0."""
 
     signal: int = 0
 
@@ -70,7 +70,7 @@ def stop_requests(*, is_launched: bool = False) -> Iterator[StopRequest]:
 
 
 def requested_stop() -> int:
-    """Returns the signal that requested a stop, or 0. For code that may keep a step from ending."""
+    """Returns the signal that requested a stop, or 0; for code within a step that may take long."""
     return _active[-1].signal if _active else 0
 
 

@@ -1,4 +1,4 @@
-"""Messages to the user, in which text from files and arguments cannot control the terminal."""
+"""Messages to the user. Text from files and arguments in them cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator
 
 MAX_ERROR_LENGTH = 1000
-# Set by --quiet, and so inherited by the processes that a command starts.
+# Set by --quiet; the processes that a command starts inherit it.
 QUIET = "ELECTRA_FAST_QUIET"
-# The page of the documentation that the next warning is followed by.
+# The documentation page to print after the next warning.
 _pointer: list[str] = []
 WARNING = re.compile(r"([^{]*: )?warning: ")
-# What begins a message that --quiet keeps.
+# Marks of the messages that --quiet keeps.
 KEPT = re.compile(r"(^|: )(warning|error): ")
 # Control characters, line and paragraph separators, directional overrides and isolates, and halves of surrogate pairs.
 UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -27,14 +27,14 @@ def printable(text: str) -> str:
 
 
 def escape_unencodable() -> None:
-    """Writes what the encoding of a standard stream lacks as Python's escapes, instead of failing."""
+    """Makes standard streams write characters outside their encoding as Python escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def error_line(text: str) -> str:
-    """Returns an error message as one printable line, without the middle of a very long one."""
+    """Returns an error message as one printable line; a very long one loses its middle."""
     line = printable(text.strip())
     half = MAX_ERROR_LENGTH // 2
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[:half]}…{line[1 - half :]}"
@@ -42,7 +42,7 @@ def error_line(text: str) -> str:
 
 @contextlib.contextmanager
 def pointing_to_reference() -> Iterator[None]:
-    """Within it, the first warning is followed by a line with the address of docs/reference/messages.md."""
+    """Context in which a line with the address of docs/reference/messages.md follows the first warning."""
     _pointer[:] = ["reference/messages/"]
     try:
         yield
@@ -51,7 +51,7 @@ def pointing_to_reference() -> Iterator[None]:
 
 
 def pointer(messages: Iterable[str]) -> list[str]:
-    """Returns the line that follows these messages: one if the first warning is among them."""
+    """Returns the line with the address, if the first warning is among these messages; otherwise nothing."""
     if not _pointer or not any(map(WARNING.match, messages)):
         return []
     from importlib.metadata import metadata  # slow
@@ -61,7 +61,7 @@ def pointer(messages: Iterable[str]) -> list[str]:
 
 
 def show(lines: Iterable[str]) -> None:
-    """Prints lines of a result on standard output. A line break within one is escaped: it came from outside."""
+    """Prints lines of a result on standard output; a line break within one comes from user data and is escaped."""
     lines = list(lines)
     print("\n".join(map(printable, lines)))
     for line in pointer(lines):
@@ -69,13 +69,13 @@ def show(lines: Iterable[str]) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether only warnings, errors and results are wanted."""
+    """Returns whether only warnings, errors and results are printed."""
     return bool(os.environ.get(QUIET))
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Within it, this process and those that it starts are quiet."""
+    """Context in which this process and the processes that it starts are quiet."""
     before = os.environ.get(QUIET)
     os.environ[QUIET] = "1"
     try:
@@ -86,7 +86,7 @@ def quietly() -> Iterator[None]:
 
 
 def is_shown(message: str) -> bool:
-    """Whether a message is wanted: with `--quiet`, if it says that it is a warning or an error."""
+    """Returns whether a message is printed: with `--quiet`, only if it is marked as a warning or an error."""
     return not is_quiet() or KEPT.search(message) is not None
 
 

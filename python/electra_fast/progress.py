@@ -33,11 +33,11 @@ from rich.text import Text
 from electra_fast.messages import is_quiet, is_shown, pointer, printable
 
 LINE_SECONDS = 10.0
-# The estimate of the remaining time is the mean of this period, so that a validation hardly moves it.
+# Period over which the remaining time is averaged, so that a validation hardly changes it.
 SPEED_SECONDS = 300.0
 # Wider than any row of text or table.
 PIPE_WIDTH = 1_000_000
-# From this many columns on, the bar is long.
+# Minimum width of a terminal, in columns, for a long bar.
 WIDE = 100
 
 
@@ -64,7 +64,7 @@ class LastingStream:
 
 
 class _Status:
-    """Parts of a status on one line, most important first; the last ones that do not fit are left out."""
+    """Parts of a status on one line, most important first; parts that do not fit are dropped from the end."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._parts = [printable(part) for part in parts]
@@ -88,9 +88,9 @@ class _StatusColumn(ProgressColumn):
 
 
 class _WorkProgress:
-    """A live line with bar, count, status and ETA, as a context manager; in a notebook, the text of a plain line.
+    """A context manager with a live line of bar, count, status and ETA; in a notebook, the text of a plain line.
 
-    With `--quiet` it only prints warnings.
+    With `--quiet` it prints only warnings.
     """
 
     def __init__(self, name: str, count: type[ProgressColumn], total: int | None, done: int, *, shown: bool) -> None:
@@ -142,7 +142,7 @@ class _WorkProgress:
         self._progress.update(self._task, **changes)
 
     def _write_line(self, text: str) -> None:
-        """Shows progress as text, where there is no live line: prints it, or replaces the previous in a notebook."""
+        """Without a live line, shows progress as text: prints it or, in a notebook, replaces the previous text."""
         self._last_line = time.monotonic()
         if self._is_notebook:
             content = {"text/plain": printable(text)}
@@ -156,7 +156,7 @@ class _WorkProgress:
             self.say(text)
 
     def _is_line_due(self) -> bool:
-        """Whether it is time for a line of work that reports many times per second."""
+        """Returns whether a plain line is due, for work that reports many times per second."""
         pause = 0.5 if self._is_notebook else LINE_SECONDS
         return self._reports and not self.is_live and time.monotonic() - self._last_line >= pause
 
@@ -179,9 +179,9 @@ class ReadingProgress(_WorkProgress):
 
 
 class TrainingProgress(_WorkProgress):
-    """Steps done, loss, AUC, tokens/s, MFU, ETA, and more if there is room.
+    """Finished steps, loss, AUC, tokens/s, MFU and ETA, and more if there is room.
 
-    Without a terminal, a plain line per record of metrics.jsonl.
+    Without a terminal, one plain line per record of metrics.jsonl.
     """
 
     def __init__(self, first_step: int, num_steps: int, *, shown: bool = True) -> None:
@@ -202,7 +202,7 @@ class TrainingProgress(_WorkProgress):
         self._write_line("  ".join((f"step {record['step']}/{self._num_steps}", *status, f"eta {remaining}")))
 
     def report_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Shows the discriminator's AUC of a record of evaluations.jsonl from now on."""
+        """Shows, from now on, the discriminator's AUC from a record of evaluations.jsonl."""
         self._auc = record.get("discriminator_auc")
         if self._record is not None:
             self._move(status=metrics_parts(self._record, self._auc))
@@ -214,7 +214,7 @@ class TrainingProgress(_WorkProgress):
 
 
 class _TokenProgress(_WorkProgress):
-    """Tokens or other units done, their rate and ETA; without a terminal, a plain line every ten seconds."""
+    """Finished tokens or other units, speed and ETA; without a terminal, a plain line every ten seconds."""
 
     def __init__(self, name: str, num_tokens: int, *, shown: bool = True, unit: str = "tok") -> None:
         super().__init__(name, TaskProgressColumn, num_tokens, 0, shown=shown)
@@ -224,7 +224,7 @@ class _TokenProgress(_WorkProgress):
         self._skipped = 0
 
     def _show(self, *status: str) -> None:
-        """Shows the parts of a status, most important first, with the speed behind the first."""
+        """Shows the parts of a status, most important first, with the speed after the first."""
         speed = (self._done - self._skipped) / max(time.monotonic() - self.start, 1e-9)
         parts = (status[0], f"{_rate(speed)} {self._unit}/s", *status[1:])
         self._move(completed=self._done, status=(*parts, self.name))
@@ -235,7 +235,7 @@ class _TokenProgress(_WorkProgress):
 
 
 class FinetuningProgress(_TokenProgress):
-    """Tokens done of all tasks and seeds, the loss and ETA."""
+    """Finished tokens over all tasks and seeds, the loss and ETA."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__("", num_tokens)
@@ -256,7 +256,7 @@ class FinetuningProgress(_TokenProgress):
 
 
 class EncodingProgress(_TokenProgress):
-    """Tokens done of work that takes more than two seconds; before, nothing."""
+    """Finished tokens, shown only after the work has taken two seconds."""
 
     def __enter__(self) -> Self:
         return self
@@ -278,7 +278,7 @@ _SHOWN = (
 
 
 def metrics_parts(record: Mapping[str, Any], auc: float | None = None) -> list[str]:
-    """Returns loss, AUC of the last validation, tokens/s, MFU and details as short texts, most important first."""
+    """Returns short texts, most important first: loss, AUC of the last validation, tokens/s, MFU, details."""
     parts = [f"loss {record['loss']:.3f}", *([] if auc is None else [f"AUC {auc:.3f}"])]
     parts.append(f"{_rate(record['tokens_per_second'])} tok/s")
     parts.append(f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a")
@@ -293,7 +293,7 @@ def metrics_parts(record: Mapping[str, Any], auc: float | None = None) -> list[s
 
 
 def _rate(per_second: float) -> str:
-    """Returns a rate with three digits or more: 12,345, 123k, 1.23M."""
+    """Formats a speed with at least three digits: 12,345, 123k, 1.23M."""
     if per_second < 1e5:
         return f"{per_second:,.0f}"
     return f"{per_second / 1e3:.0f}k" if per_second < 999_500 else f"{per_second / 1e6:.3g}M"

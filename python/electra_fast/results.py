@@ -1,4 +1,4 @@
-"""`Result`: what the public functions return, printed as their command prints it."""
+"""`Result`: the base class of values that public functions return; they print as their command does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from electra_fast.messages import printable
 class Result(Mapping[str, Any]):
     """A dataclass whose fields are also items: `result.steps` is `result["steps"]`.
 
-    `print(result)` and a notebook show what the command prints, `result.to_json()` is what it prints with `--json`.
+    `print(result)` and a notebook show the command's output; `result.to_json()` returns its output with `--json`.
     Subclasses are decorated with `@dataclass(frozen=True, eq=False, repr=False)`, so that a result equals the
     dictionary of its fields.
     """
 
     def lines(self) -> Iterator[str]:
-        """Yields what the command prints: a line per field."""
+        """Yields the command's lines of output: one per field."""
         return table_lines(self)
 
     def to_json(self) -> str:
@@ -46,7 +46,7 @@ class Result(Mapping[str, Any]):
 
 
 class Entries(Result):
-    """A result whose entries depend on what was asked; they are attributes and items, as fields are."""
+    """A result whose entries depend on the request; they are attributes and items, as fields are."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         vars(self).update(entries)
@@ -57,14 +57,14 @@ class Entries(Result):
 
 
 def table_lines(table: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yields a line per entry, names aligned; tables within it follow their name, indented."""
+    """Yields one line per entry, with names aligned; nested tables follow their name, indented."""
     width = max(map(len, table), default=0)
     for name, value in table.items():
-        if isinstance(value, Mapping) and any(isinstance(each, Mapping) for each in value.values()):
+        if isinstance(value, Mapping) and any(isinstance(entry, Mapping) for entry in value.values()):
             yield f"{indent}{name}"
             yield from table_lines(value, indent + "  ")
         elif isinstance(value, Mapping):
-            yield f"{indent}{name:<{width}}  " + "  ".join(f"{key} {_number(each)}" for key, each in value.items())
+            yield f"{indent}{name:<{width}}  " + "  ".join(f"{key} {_number(entry)}" for key, entry in value.items())
         else:
             yield f"{indent}{name:<{width}}  {_number(value)}"
 

@@ -297,7 +297,7 @@ BUSY = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy o
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("", "its process ended (exit code 1: it wrote nothing)"),
+        ("", "its process ended (exit code 1: no output)"),
         (
             "x: 1\nImportError: no library\nCompile with `TORCH_USE_CUDA_DSA`\n\n",
             "its process ended (exit code 1: ImportError: no l",

@@ -1,7 +1,7 @@
-"""The parser of a command: spellings, configuration keys as options, and its two helps.
+"""The argument parser: spellings of flags, configuration keys as options, `--help` and `--help-all`.
 
-`parser` says which arguments a command has. Flags are read with hyphens or underscores, in any order with positional
-arguments, and never by a part of their name: an unknown one is answered with the right one.
+`parser` defines the arguments of each command. Flags may have hyphens or underscores, and may precede or follow
+positional arguments. Abbreviated flags are not accepted: the error for an unknown flag suggests the right one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from electra_fast.config.spellings import ANSWERS
 from electra_fast.errors import InputError
 
 MAX_SHOWN = 10
-"""Most options that `--help` shows."""
+"""Maximum number of options in `--help`."""
 METAVARS = {bool: "true|false", int: "N", float: "X"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error as one line, without the usage. Reads integers as the configuration does: 10000, 10k or 1e4."""
+    """Reports errors in one line, without the usage. Parses integers as the configuration does: 10000, 10k or 1e4."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"allow_abbrev": False, "formatter_class": partial(_Help, max_help_position=32)})
@@ -32,11 +32,11 @@ class Parser(argparse.ArgumentParser):
         self.commands: dict[str, Parser] = {}
         self.others: dict[str, Parser] = {}
         self.groups: dict[str, list[argparse.Action]] = {}
-        help = "no progress and no notes, only warnings and errors"
+        help = "print only results, warnings and errors"
         self.add_argument("-q", "--quiet", action="store_true", help=help)
 
     def flags_of(self, command: str | None) -> list[str]:
-        """Returns the flags of a command or, for None, those that precede it."""
+        """Returns the flags of a command or, for None, the flags before the command."""
         parser = self.commands.get(command or "", self)
         return [flag for action in parser._actions for flag in action.option_strings]
 
@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
         return sub.parse_args(sub.arrange([*leading, *rest]), namespace)
 
     def arrange(self, words: Sequence[str]) -> list[str]:
-        """Returns the words with options first, each as `--flag=value` in its own spelling.
+        """Returns the arguments with options first, each as `--flag=value` in its canonical spelling.
 
-        argparse would split positional arguments at options, and read the value of an unknown option as one.
+        argparse would split positional arguments at options, and read the value of an unknown option as positional.
         """
         actions = {_plain(flag): (flag, action) for action in self._actions for flag in action.option_strings}
         options: list[str] = []
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
             takes_value = bool(rest) and not (rest[0].startswith("--") or _plain(rest[0]) in actions)
             if action.nargs == 0:
                 if equals or (takes_value and rest[0].lower() in ("true", "false")):
-                    raise InputError(f"{name} takes no value; leave it out for false")
+                    raise InputError(f"{name} takes no value; remove {name} for false")
                 options.append(flag)
                 continue
             if not equals and action.nargs == "?":
@@ -99,12 +99,12 @@ class Parser(argparse.ArgumentParser):
         return options + positionals
 
     def answer(self, name: str) -> str:
-        """Returns what an unknown flag should be: of this command, else the commands that have it."""
+        """Returns a suggestion for an unknown flag: a flag of this command, or the commands that have it."""
         unknown = name.lstrip("-").replace("-", "_").lower()
-        long = ([flag for flag in each.option_strings if flag.startswith("--")] for each in self._actions)
+        long = ([flag for flag in action.option_strings if flag.startswith("--")] for action in self._actions)
         flags = {flag: names[0] for names in long for flag in names}
         candidates = ANSWERS.get(unknown) or ANSWERS.get(unknown.rpartition(".")[2], ())
-        answer = next(filter(None, (self._meaning(each, name, flags) for each in candidates)), "")
+        answer = next(filter(None, (self._meaning(candidate, name, flags) for candidate in candidates)), "")
         answer = answer or _did_you_mean(flags, nearest(name, flags))
         if not answer:
             flag = f"--{unknown.replace('_', '-')}"
@@ -113,19 +113,21 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} has no option {name}; {answer}"
 
     def _meaning(self, candidate: str, unknown: str, flags: Mapping[str, str]) -> str:
-        """Returns the answer that a candidate of `spellings` gives, "" if this command does not have it."""
+        """Returns the suggestion of a candidate in `spellings`; "" if this command does not have it."""
         if " " in candidate:
             return candidate
         if candidate.isupper():
-            metavars = [str(each.metavar).partition("[")[0] for each in self._actions if not each.option_strings]
+            positional = [action for action in self._actions if not action.option_strings]
+            metavars = [str(action.metavar).partition("[")[0] for action in positional]
             usage = " ".join([self.prog, *metavars])
             return f"the {candidate.lower()} needs no flag: {usage}" if candidate in metavars else ""
-        return _did_you_mean(flags, (flag for each in candidate.split("|") for flag in named(each, unknown, flags)))
+        names = candidate.split("|")
+        return _did_you_mean(flags, (flag for name in names for flag in named(name, unknown, flags)))
 
     def add_keys(self, defaults: Configuration, has_short_names: bool, default: str | None = None) -> None:
-        """Adds the keys of a configuration as options, which `--help-all` shows by section.
+        """Adds the keys of a configuration as options, which `--help-all` lists by section.
 
-        `default` is what the help says of each instead of its value in `defaults`.
+        The help states `default` for each of them, or its value in `defaults`.
         """
         short = {key: f"--{name.replace('_', '-')}" for name, key in defaults.SHORT_NAMES.items() if has_short_names}
         section = ""
@@ -138,11 +140,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments") and message.endswith(".toml"):
-            message += "; a configuration is given with --config"
+            message += "; pass a configuration with --config"
         raise InputError(f"{message}; see `{self.prog} --help`")
 
     def synopsis(self) -> str:
-        """Returns the command with its positional arguments and the options that it needs."""
+        """Returns the command with its positional arguments and required options."""
         formatter = self._get_formatter()
         needed = (
             formatter._format_action_invocation(action)
@@ -154,7 +156,7 @@ class Parser(argparse.ArgumentParser):
         return " ".join([self.prog, *needed, "[OPTIONS]"])
 
     def format_help(self) -> str:
-        """Returns the help: the options that are `shown`, or all, and how many there are besides."""
+        """Returns the help: the options in `shown`, or all options, and the number of omitted ones."""
         formatter = self._get_formatter()
         formatter.add_text(f"usage: {self.synopsis()}")
         formatter.add_text(self.description)
@@ -163,8 +165,9 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(actions)
             formatter.end_section()
         if self.shown:
-            hidden = [each for each in self._actions if set(self.shown).isdisjoint(each.option_strings or self.shown)]
-            keys = sum(isinstance(each, KeyOption) for each in hidden)
+            shown = set(self.shown)
+            hidden = [action for action in self._actions if shown.isdisjoint(action.option_strings or shown)]
+            keys = sum(isinstance(action, KeyOption) for action in hidden)
             more = [f"{len(hidden) - keys} more options"] + [f"{keys} configuration keys"] * bool(keys)
             formatter.add_text(f"{' and '.join(more)}: {self.prog} --help-all")
         return formatter.format_help()
@@ -172,10 +175,10 @@ class Parser(argparse.ArgumentParser):
     def _help_sections(self) -> Iterator[tuple[str | None, list[argparse.Action]]]:
         if self.commands:
             yield from self.groups.items()
-            yield "options", [each for each in self._actions if each.option_strings]
+            yield "options", [action for action in self._actions if action.option_strings]
         elif self.shown:
-            yield "arguments", [each for each in self._actions if not each.option_strings]
-            by_flag = {flag: each for each in self._actions for flag in each.option_strings}
+            yield "arguments", [action for action in self._actions if not action.option_strings]
+            by_flag = {flag: action for action in self._actions for flag in action.option_strings}
             yield "options", [by_flag[flag] for flag in self.shown]
         else:
             yield from ((group.title, group._group_actions) for group in self._action_groups)
@@ -191,7 +194,7 @@ def _plain(flag: str) -> str:
 
 
 def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
-    """Returns the type of an option whose value is a number, perhaps with a unit."""
+    """Returns an option's `type` for numbers, which may have a unit."""
 
     def read(text: str) -> int | float:
         try:
@@ -203,7 +206,7 @@ def number(kind: type, unit: str = "count") -> Callable[[str], int | float]:
 
 
 class KeyOption(argparse.Action):
-    """An option that sets a configuration key: adds its text to `overrides`. A boolean one needs no value."""
+    """An option that sets a configuration key by adding its text to `overrides`. A boolean key needs no value."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, defaults: Configuration, default: str | None = None
@@ -223,7 +226,9 @@ class KeyOption(argparse.Action):
 
     def __call__(self, _parser: argparse.ArgumentParser, namespace: Any, value: Any, _option: Any = None) -> None:
         if namespace.overrides.setdefault(self.dest, value) != value:
-            raise InputError(f"{'/'.join(self.option_strings)}: {namespace.overrides[self.dest]} and {value} are given")
+            raise InputError(
+                f"{'/'.join(self.option_strings)}: expected one value, got {namespace.overrides[self.dest]} and {value}"
+            )
 
 
 class HelpAll(argparse.Action):
@@ -237,7 +242,7 @@ class HelpAll(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """Appends its default to the help of every option that takes a value."""
+    """Appends the default to the help of every option that has a value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -256,7 +261,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the completion script of a shell, by the package `shtab`, and exits."""
+    """Prints a shell's completion script, which the package `shtab` writes, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _option: Any = None) -> NoReturn:
         assert isinstance(parser, Parser)

@@ -32,13 +32,13 @@ from electra_fast.results import Result
 # Exit code of a run that `train.max_minutes` stopped: EX_TEMPFAIL of sysexits.h, meaning "try again".
 TIME_IS_UP = 75
 
-# The system's messages for a full disk, quota or file, which libraries pass on as text.
+# The system's messages for a full disk, quota or file; libraries include them in their own messages.
 DISK_FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
-# Commands that resume after an interruption. Others have written nothing; `pretrain` has a message of its own.
+# Commands that resume after an interruption, except `pretrain`, which prints its own message. Others write nothing.
 RESUMABLE = ("demo", "prepare", "adapt", "finetune", "reproduce")
 
-# Ways to use less memory.
+# Remedies for a lack of memory.
 LESS_MEMORY = {
     "adapt": "raise train.accumulate (the same batch in smaller parts)",
     "pretrain": "raise train.accumulate (the same batch in smaller parts), or choose a smaller model",
@@ -48,7 +48,7 @@ LESS_MEMORY = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code, which is 128 plus the signal's number after an interruption."""
+    """Runs one command and returns its exit code: after an interruption, 128 plus the signal's number."""
     interrupt_at_once()
     _data.explain_bus_errors()
     escape_unencodable()
@@ -61,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = interruption.signal if isinstance(interruption, Interrupted) else signal.SIGINT
         is_reported = isinstance(interruption, Interrupted) and interruption.is_reported
         resumes = options.command in RESUMABLE
-        kept = "finished work is kept; run again to resume" if resumes else "nothing was written"
-        message = str(interruption).strip() or f"interrupted; {kept}"
+        state = "finished work is kept; run again to resume" if resumes else "nothing was written"
+        message = str(interruption).strip() or f"interrupted; {state}"
         if not is_reported:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 say(f"electra-fast: {message}")
         return 128 + number
     except BrokenPipeError:
-        # The reader of our output, such as `head`, has closed it: not an error.
+        # The reader of our output, such as `head`, closed the pipe: not an error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # closed by the interpreter
         return 0
     except ReportedElsewhere:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif is_out_of_memory(error):
             message = f"out of memory: {error}; {LESS_MEMORY.get(options.command, 'free some memory and rerun')}"
         elif isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("electra_fast"):
-            message = f"{options.command} needs {error.name}, which `pip install electra-fast` installs"
+            message = f"{options.command} needs {error.name}; install it with `pip install electra-fast`"
         else:
             error.add_note("electra-fast: this is a bug; please report it with the lines above")
             raise
@@ -93,29 +93,29 @@ def _message(error: Exception, out: object) -> str:
     text = str(error)
     is_full = any(name in text for name in DISK_FULL)
     if isinstance(error, OSError) and error.errno is not None:
-        # With two file names, the second is that of the file being written.
+        # Of two file names, the second is the file being written.
         name = (is_full and error.filename2) or error.filename or (is_full and out)
         text = f"{name}: {error.strerror}" if name else text
-    if is_full and "free some space" not in text:  # the data engine's message has it
+    if is_full and "free some space" not in text:  # the data engine's message includes the remedy
         text += "; free some space there, or choose another disk, and run the same command again"
     return text
 
 
 def _call(options: argparse.Namespace, **replaced: Any) -> Any:
-    """Calls the command's function with the options that are its arguments, some of them replaced."""
+    """Calls the command's function with those options that are its parameters; `replaced` overrides some."""
     function, arguments = _function(options)
     return function(**arguments | replaced)
 
 
 def _function(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the command's function, and the options that are its arguments."""
+    """Returns the command's function and those options that are its parameters."""
     function = getattr(electra_fast, options.command + "_" * iskeyword(options.command))
     names = inspect.signature(function).parameters.keys()
     return function, {name: value for name, value in vars(options).items() if name in names}
 
 
 def _run(options: argparse.Namespace) -> None:
-    if (result := _call(options)) is not None:  # predict and detect write theirs
+    if (result := _call(options)) is not None:  # predict and detect write their results themselves
         _print(options, result)
 
 
@@ -123,23 +123,23 @@ def _print(options: argparse.Namespace, result: Result) -> None:
     show([result.to_json()] if options.json else result.lines())
 
 
-def _asked(options: argparse.Namespace) -> Config | Path | None:
-    """Returns the configuration that the command line names, before its keys: a preset, a file, or none."""
+def _base_config(options: argparse.Namespace) -> Config | Path | None:
+    """Returns the preset or file of the command line, without its keys, or None."""
     if not (options.preset or options.recipe):
         path: Path | None = options.config
         return path
     if options.config is not None:
-        raise InputError("give --config or --preset, not both (the file itself may set `preset` and `recipe`)")
+        raise InputError("--config and --preset exclude each other; set `preset` and `recipe` in the file instead")
     objective = options.overrides.get("objective.name", "electra")
     return Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
 
 
 def _config(options: argparse.Namespace) -> Config:
-    return config_of(_asked(options), options.overrides)
+    return config_of(_base_config(options), options.overrides)
 
 
 def _corpora(folders: list[str] | None) -> str | list[str] | None:
-    """Returns the given folders, None for none; a single one may contain colons."""
+    """Returns the folders, a single one as a string, since it may contain colons; None for none."""
     return folders[0] if folders and len(folders) == 1 else folders or None
 
 
@@ -165,10 +165,10 @@ def _pretrain(options: argparse.Namespace) -> int:
     from electra_fast.distributed.launch import Launch, is_restarted
     from electra_fast.training.run import config_of_run
 
-    if is_restarted():  # the first attempt has gone back already
+    if is_restarted():  # the first attempt has already gone back to that step
         options.from_step = None
     corpus = _corpora(options.corpus)
-    config = config_of_run(_asked(options), corpus, options.overrides, options.out, options.from_step)
+    config = config_of_run(_base_config(options), corpus, options.overrides, options.out, options.from_step)
     if options.dry_run:
         from electra_fast.training.plan import dry_run, plan
 
@@ -182,7 +182,7 @@ def _pretrain(options: argparse.Namespace) -> int:
     rates = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
     if is_first and optimizer.name == "muon" and [rate in options.overrides for rate in rates] == [True, False]:
         rate = f"{rates[1]} = {optimizer.muon_learning_rate:g}"
-        say(f"--lr is the rate of the parameters that AdamW updates; Muon's matrices follow {rate}")
+        say(f"--lr is the learning rate of the parameters that AdamW updates; Muon's matrices use {rate}")
     result = _call(options, corpus=corpus, config=config, overrides=None)
     if is_first:
         _print(options, result)
@@ -194,7 +194,7 @@ def _adapt(options: argparse.Namespace) -> int:
         from electra_fast.adaptation import dry_run
 
         if options.json:
-            raise InputError("--dry-run prints text; leave out --json")
+            raise InputError("--dry-run prints text; remove --json")
         _, arguments = _function(options)
         show(dry_run(**arguments))
         return 0
@@ -204,27 +204,27 @@ def _adapt(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    files = options.pairs and [options.pairs, *options.data]  # the first is the option's value, the others follow it
+    files = options.pairs and [options.pairs, *options.data]  # only the first is the option's value
     _print(options, _call(options, data=None if files else _corpora(options.data), pairs=files))
 
 
 def _flops(options: argparse.Namespace) -> None:
-    """Prints the FLOPs of any objective; names the keys that had to change for it."""
-    given = options.overrides
-    name = options.overrides.get("objective.name")
+    """Prints the FLOPs of any objective, and the keys that had to change for it."""
+    overrides = options.overrides
+    name = overrides.get("objective.name")
     try:
         config = _config(options)
     except InputError:
         if name not in OBJECTIVE_SPECS:
             raise
-        options.overrides = {key: value for key, value in given.items() if key != "objective.name"}
+        options.overrides = {key: value for key, value in overrides.items() if key != "objective.name"}
         before = _config(options)
-        given = {"objective.name": name}
+        overrides = {"objective.name": name}
         config = before.with_objective(name)
     else:
         options.overrides = {}
         before = _config(options) if name else config
-    changed = {key: now for key, (_, now) in before.differences(config).items() if key not in given}
+    changed = {key: now for key, (_, now) in before.differences(config).items() if key not in overrides}
     if changed:
         say(f"{name}: counted with {', '.join(f'{key} = {format_value(now)}' for key, now in changed.items())}")
     _print(options, electra_fast.flops(config))
@@ -237,22 +237,24 @@ def _plan(options: argparse.Namespace) -> None:
     recipe = None
     corpus = _corpora(options.corpus)
     if options.hours is None:
-        config = config_of_run(_asked(options), corpus, options.overrides)
+        config = config_of_run(_base_config(options), corpus, options.overrides)
     elif options.config or options.preset or options.overrides:
-        raise InputError("--hours proposes preset and keys, and takes none but --recipe; leave it out to plan your own")
+        raise InputError(
+            "--hours chooses preset and keys itself; remove --preset, --config and keys, or remove --hours"
+        )
     else:
         recipe = options.recipe
     _print(options, _call(options, corpus=corpus, config=config, recipe=recipe))
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    say("doctor: examining this machine; with a GPU, this takes a minute or two")
+    say("doctor: checking this machine; with a GPU, this takes a minute or two")
     report = _call(options, config=_config(options))
     _print(options, report)
     return 1 if report.problems else 0
 
 
-# Commands that do more than to call their function and print its result.
+# Commands that do more than call their function and print its result.
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "demo": _demo,
     "prepare": _prepare,

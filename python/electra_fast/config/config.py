@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses, read from presets, TOML and the command line.
 
-Defaults < preset and recipe < what the objective needs < TOML file < `--section.key value`. Validation raises and never
-rewrites a value. Every run saves its resolved configuration as `config.toml`.
+Later sources win: defaults, preset and recipe, requirements of the objective, TOML file, `--section.key value`.
+Validation raises and never rewrites a value. Every run saves its resolved configuration as `config.toml`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from electra_fast.errors import InputError
 
 Architecture = Literal["bert", "modernbert", "deberta"]
 
-# Ten times the largest published encoders; larger sizes are mistakes that would fill the memory.
+# Ten times the largest published encoders. Larger sizes are mistakes, and would fill the memory.
 MAX_WEIGHTS = 10**11
 # Epsilon of the norms in the published encoders.
 NORM_EPS: dict[Architecture, float] = {"bert": 1e-12, "modernbert": 1e-5, "deberta": 1e-7}
-# A longer repr has one key per line.
+# Longer representations have one key per line.
 MAX_REPR_LINE = 100
 _KERNELS = re.compile(r"(auto|triton|reference)(,\w+(:\d+)?=\w+)*")
-# Keys whose `auto` depends on the hardware: resolved when a run starts, recorded in its config.toml, and then kept.
+# Keys whose `auto` depends on the hardware. A run resolves them when it starts and keeps them in its config.toml.
 HARDWARE_KEYS = ("train.matmul", "train.precision", "model.attention", "train.execution", "train.accumulate")
-# Keys that may change between sessions of a run: locations, execution of steps, intervals.
+# Keys that may change when a run resumes: locations, execution of steps, intervals.
 FREE_KEYS = {
     "data.corpus",
     "data.cache_dir",
@@ -69,14 +69,14 @@ FREE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """`[model]`: the resulting encoder; with replaced-token detection, the discriminator."""
+    """`[model]`: the resulting encoder, which is the discriminator in replaced-token detection."""
 
     architecture: Architecture = config_key(
         "modernbert",
-        "post-norm layers with learned positions, pre-norm layers with rotary positions and GeGLU, or post-norm layers "
+        "post-norm layers with learned positions; pre-norm layers with rotary positions and GeGLU; or post-norm layers "
         "with disentangled attention",
     )
-    vocab_size: int = config_key(0, "vocabulary size; 0: that of the corpus", low=0, high=1 << 24)
+    vocab_size: int = config_key(0, "vocabulary size; 0: the corpus's", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
     num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
     hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
@@ -87,15 +87,16 @@ class ModelConfig(Section):
     attention_dropout: float = config_key(0.0, "dropout on attention probabilities", low=0, high=0.99)
     heads: Literal["dense", "plain"] = config_key(
         "dense",
-        "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's draft",
+        "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's text",
     )
     tying: Literal["none", "embeddings", "disentangled", "all"] = config_key(
         "embeddings",
-        "weights shared by generator and discriminator; disentangled: the token table, of which the discriminator "
-        "trains a summand of its own (GDES)",
+        "weights shared by generator and discriminator; disentangled: the token table, plus a table that only "
+        "the discriminator trains (GDES)",
     )
     attention: Literal["auto", "sdpa", "short", "varlen", "flex", "flash4", "xformers"] = config_key(
-        "auto", "attention backend, short for rows up to 512; auto: the fastest right one by the check of a GPU"
+        "auto",
+        "attention backend; short: for rows up to 512; auto: the fastest backend that passes the check of the GPU",
     )
     norm_eps: float = config_key(
         0.0, "epsilon of the norms; 0: 1e-12 in bert, 1e-5 in modernbert, 1e-7 in deberta", low=0, high=1
@@ -103,19 +104,22 @@ class ModelConfig(Section):
     rope_theta: float = config_key(10_000.0, "base of the rotary angles (modernbert)", low=1)
     local_rope_theta: float = config_key(10_000.0, "base of the rotary angles in layers with local attention", low=1)
     local_attention: int = config_key(
-        0, "window of local attention in tokens, half to each side (modernbert); 0: all layers are global", low=0
+        0, "window of local attention in tokens, half on each side (modernbert); 0: all layers are global", low=0
     )
     global_attention_every: int = config_key(
         3, "with local attention, every N-th layer is global, starting with the first", low=1
     )
     position_buckets: int = config_key(
         256,
-        "relative positions to each side, on a logarithmic scale from half of them on (deberta)",
+        "relative positions on each side, logarithmic beyond half of this number (deberta)",
         low=2,
         high=1 << 15,
     )
     conv_kernel_size: int = config_key(
-        0, "tokens read by the convolution beside the first layer (deberta): 1, 3, 5, ...; 0: none", low=0, high=255
+        0,
+        "width in tokens of the convolution parallel to the first layer (deberta): 1, 3, 5, ...; 0: none",
+        low=0,
+        high=255,
     )
     conv_activation: Literal["gelu", "tanh"] = config_key("gelu", "activation of that convolution")
 
@@ -124,24 +128,21 @@ class ModelConfig(Section):
         layer = (4 * self.hidden_size + 2 * self.intermediate_size) * self.hidden_size
         num_weights = self.num_layers * layer + self.vocab_size * self.embedding_size
         if num_weights > MAX_WEIGHTS:
-            raise InputError(
-                f"model.num_layers = {self.num_layers}, model.hidden_size = {self.hidden_size}, "
-                f"model.intermediate_size = {self.intermediate_size} and model.vocab_size = {self.vocab_size} make "
-                f"about {num_weights / 1e9:,.0f} billion weights; correct the sizes"
-            )
+            keys = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+            sizes = ", ".join(f"model.{key} = {getattr(self, key)}" for key in keys)
+            number = f"{num_weights / 1e9:,.0f} billion parameters"
+            raise InputError(f"{sizes}: make about {number}, the limit is {MAX_WEIGHTS / 1e9:.0f}; lower them")
         if self.hidden_size % self.num_heads:
-            raise InputError(
-                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}"
-            )
+            raise InputError(f"model.num_heads = {self.num_heads}: must divide model.hidden_size = {self.hidden_size}")
         if self.architecture == "modernbert" and self.hidden_size // self.num_heads % 2:
             raise InputError(
-                f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads} is odd; "
-                "rotary positions need an even head width"
+                f"model.hidden_size / model.num_heads = {self.hidden_size // self.num_heads}: must be even for rotary "
+                "positions; change one of them"
             )
         if self.architecture != "modernbert" and self.local_attention:
-            raise InputError(f'model.local_attention = {self.local_attention} needs model.architecture = "modernbert"')
+            raise InputError(f'model.local_attention = {self.local_attention}: needs model.architecture = "modernbert"')
         if (size := self.conv_kernel_size) and (self.architecture != "deberta" or size % 2 == 0):
-            raise InputError(f'model.conv_kernel_size = {size} must be odd, and needs model.architecture = "deberta"')
+            raise InputError(f'model.conv_kernel_size = {size}: must be odd, and needs model.architecture = "deberta"')
 
     @property
     def eps(self) -> float:
@@ -159,11 +160,11 @@ class GeneratorConfig(Section):
         "model", "source of replacements: a network, a uniform distribution, or the corpus's token frequencies"
     )
     fraction: float = config_key(
-        0.25, "width, feed-forward width and heads, relative to the model's", low=0, high=1, open_low=True
+        0.25, "width, feed-forward width and heads as a fraction of the model's", low=0, high=1, open_low=True
     )
-    num_layers: int = config_key(0, "transformer layers; 0: as many as the model", low=0, high=1000)
+    num_layers: int = config_key(0, "transformer layers; 0: the model's number", low=0, high=1000)
     embedding_size: int = config_key(
-        0, "width of the embedding table; 0: the model's, as shared embeddings need", low=0, high=1 << 16
+        0, "width of the embedding table; 0: the model's, required for shared embeddings", low=0, high=1 << 16
     )
 
 
@@ -177,19 +178,19 @@ class ObjectiveConfig(Section):
     encoder_weight: float = config_key(1.0, "weight of the encoder's loss in replace-mlm and all-tokens-mlm", low=0)
     corrective_weight: float = config_key(
         1.0,
-        "weight of the discriminator's loss for predicting the original tokens at masked positions (electra)",
+        "weight of the discriminator's loss for predicting the original token at masked positions (electra)",
         low=0,
     )
     contrastive_weight: float = config_key(
-        0.0, "weight of the loss for recognizing unchanged segments (electra); 0: no segments are left unchanged", low=0
+        0.0, "weight of the loss for detecting unchanged segments (electra); 0: every segment is corrupted", low=0
     )
     generator_first: int = config_key(
         0,
-        "steps at the start that train the generator alone (electra), with a learning-rate schedule of their own",
+        "initial steps that train only the generator (electra), with a separate learning-rate schedule",
         low=0,
     )
     disc_positions: Literal["masked", "random"] = config_key(
-        "masked", "tokens of electra15's discriminator loss: the masked ones, or as many drawn independently"
+        "masked", "tokens in electra15's discriminator loss: the masked ones, or the same number drawn independently"
     )
     temperature: float = config_key(1.0, "sampling temperature of the generator", low=0, open_low=True)
     disallow_correct: bool = config_key(False, "never sample the original token")
@@ -197,7 +198,7 @@ class ObjectiveConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """`[data]`: the corpus and how its rows are cut, packed and masked."""
+    """`[data]`: the corpus, and the cutting, packing and masking of its rows."""
 
     corpus: str | list[str] | dict[str, float] = config_key(
         "",
@@ -221,8 +222,8 @@ class DataConfig(Section):
     )
     lanes: int | Literal["auto"] = config_key(
         AUTO,
-        "parts of each batch that read different blocks of the corpus, so that each node fetches its own; auto: 64 for "
-        "large corpora in object stores, fewer if 64 does not divide the batch, else 1",
+        "parts of each batch that read separate blocks of the corpus, so that each node fetches only its blocks; auto: "
+        "64 for large corpora in object stores (fewer if 64 does not divide the batch), otherwise 1",
         low=1,
         high=4096,
         or_auto=True,
@@ -230,9 +231,7 @@ class DataConfig(Section):
     num_threads: int = config_key(1, "threads that fill batches, plus one that plans them", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
     cache_dir: str = config_key("", "local cache of corpora in object stores; empty: ~/.cache/electra-fast/corpora")
-    cache_bytes: int = config_key(
-        1 << 34, "most bytes of an object-store corpus that a node caches", low=1, high=1 << 60
-    )
+    cache_bytes: int = config_key(1 << 34, "size limit of a node's cache of object-store corpora", low=1, high=1 << 60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,55 +291,57 @@ class TrainConfig(Section):
     batch_size: int = config_key(128, "rows per step, over all ranks", low=1, high=1 << 20)
     accumulate: int | Literal["auto"] = config_key(
         AUTO,
-        "micro-batches per step and rank; auto: as few as fit the memory of a GPU; on a CPU 1",
+        "gradient-accumulation steps per rank; auto: the fewest that fit in GPU memory; on a CPU 1",
         low=1,
         or_auto=True,
     )
     seed: int = config_key(0, "random seed", low=0, high=2**63 - 1)
     precision: Literal["auto", "fp32", "fp16", "bf16"] = config_key(
         "auto",
-        "dtype of activations (fp16: with dynamic loss scaling); auto: bf16 on CUDA, or fp16 before Ampere, the faster "
-        "of fp32 and bf16 in a short test on a CPU",
+        "dtype of activations (fp16: with dynamic loss scaling); auto: on CUDA bf16, or fp16 before Ampere; on a CPU "
+        "the faster of fp32 and bf16 in a short test",
     )
     matmul: Literal["auto", "default", "onednn"] = config_key(
-        "auto", "library for fp32 matmul on a CPU: torch's default or oneDNN; auto: the faster one in a short test"
+        "auto", "library for fp32 matrix products on a CPU: torch's default or oneDNN; auto: the faster in a short test"
     )
     execution: Literal["auto", "eager", "compile", "graph", "branches"] = config_key(
         "auto",
-        "how a step runs: eager, compile, as a CUDA graph, or as one with parallel branches, which takes more memory; "
-        "auto: the fastest but compile on CUDA, else eager",
+        "execution of a step: eager, torch.compile, a CUDA graph, or a CUDA graph with parallel branches, which needs "
+        "more memory; auto: on CUDA the fastest except compile, otherwise eager",
     )
     kernels: str = config_key(
         "auto",
-        "Triton kernels on a GPU: auto (checked and timed against their references at the start of the run), triton "
-        "(unchecked) or reference; and by operation, as in auto,generator_head=reference",
+        "Triton kernels on a GPU: auto (checked and timed against their references at the start of a run), triton "
+        "(unchecked) or reference; also per operation, as in auto,generator_head=reference",
     )
     log_every: int = config_key(100, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = config_key(5_000, "steps between evaluations on validation data; 0: none", low=0)
+    eval_every: int = config_key(5_000, "steps between evaluations on the validation set; 0: none", low=0)
     eval_batches: int = config_key(50, "batches per evaluation during training; 0: all", low=0)
     checkpoint_every: int = config_key(5_000, "steps between checkpoints", low=1)
     keep_checkpoints: int = config_key(
-        2, "newest checkpoints to keep, plus the best by validation loss (or training loss, without validation)", low=1
+        2, "newest checkpoints to keep, in addition to the best by validation (or training) loss", low=1
     )
     mirror: str = config_key(
         "", "URL in an object store (s3://bucket/run) to which checkpoints and logs are copied; empty: none"
     )
     stop_on_divergence: bool = config_key(
         True,
-        "end the run, without another checkpoint, if its loss reaches twice that of uniform guesses or it loses all "
-        "that it had learned",
+        "end the run, without another checkpoint, if its loss reaches twice the loss of uniform predictions or returns "
+        "to its level before any learning",
     )
     loggers: str | list[str] = config_key(
-        "", "loggers to use besides metrics.jsonl, separated by commas", choices=LOGGERS, takes_several=True
+        "", "loggers in addition to metrics.jsonl, separated by commas", choices=LOGGERS, takes_several=True
     )
-    max_minutes: float = config_key(0.0, "session time limit; checkpoints, then exits with code 75; 0: no limit", low=0)
+    max_minutes: float = config_key(
+        0.0, "time limit of a session: writes a checkpoint and exits with code 75; 0: no limit", low=0
+    )
     reduce: Literal["fast", "exact"] = config_key(
-        "fast", "gradient sum over ranks: fast, or exact for bitwise equal results on 1, 2 and 4 ranks"
+        "fast", "sum of gradients over ranks: fast, or exact for bitwise equal results on 1, 2 and 4 ranks"
     )
     sharding: Literal["none", "full"] = config_key(
-        "none", "whole weights and moments on every rank, or sharded over the ranks (FSDP2)"
+        "none", "weights and optimizer moments: whole on every rank, or sharded over the ranks (FSDP2)"
     )
-    timeout_seconds: int = config_key(600, "longest wait for another rank before the run ends", low=1, high=10**7)
+    timeout_seconds: int = config_key(600, "maximum wait for another rank before the run ends", low=1, high=10**7)
 
     @property
     def num_micro_batches(self) -> int:
@@ -350,15 +351,15 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Configuration):
-    """Everything that a run depends on besides its corpus, in the sections of `config.toml`.
+    """All settings of a run, in the sections of `config.toml`.
 
-    `Config()` is the preset `small` in the recipe `modern`. It does not change; `override` returns another.
+    `Config()` is the preset `small` in the recipe `modern`. Configurations are immutable; `override` returns a copy.
 
     Example:
         config = Config.preset("tiny", "modern").override(steps=10_000, lr=1e-3, mask_prob=0.3)
         config = config.override({"generator.num_layers": 2})
         config.train.steps  # 10000
-        help(config.train)  # the keys of a section, with their defaults and meanings
+        help(config.train)  # the keys of a section, with defaults and descriptions
         Config.load("run/config.toml").differences(config)
     """
 
@@ -383,33 +384,32 @@ class Config(Configuration):
         train = self.train
         if self.data.sequence_length > model.max_positions:
             raise InputError(
-                f"data.sequence_length = {self.data.sequence_length} is longer than "
-                f"model.max_positions = {model.max_positions}; raise the latter"
+                f"data.sequence_length = {self.data.sequence_length}: must be at most model.max_positions = "
+                f"{model.max_positions}; raise the latter"
             )
         if not _KERNELS.fullmatch(train.kernels):
             raise InputError(
-                f'train.kernels = "{train.kernels}" is not auto, triton or reference, followed by choices such as '
-                "generator_head=reference"
+                f'train.kernels = "{train.kernels}": must be auto, triton or reference, or one of them '
+                "followed by choices such as ,generator_head=reference"
             )
         if train.batch_size % train.num_micro_batches:
             raise InputError(
-                f"train.accumulate = {train.accumulate} does not divide train.batch_size = {train.batch_size}"
+                f"train.accumulate = {train.accumulate}: must divide train.batch_size = {train.batch_size}"
             )
         if train.sharding == "full" and train.reduce == "exact":
-            raise InputError('train.sharding = "full" needs train.reduce = "fast", since it sums in another order')
+            raise InputError('train.sharding = "full": needs train.reduce = "fast", since it sums in another order')
         if self.optimizer.learning_rate == 0 and model.architecture != "modernbert":
             raise InputError(
-                'optimizer.learning_rate = 0 (derived from train.steps) needs model.architecture = "modernbert"; '
-                "give a rate above 0"
+                'optimizer.learning_rate = 0 (derived from train.steps): needs model.architecture = "modernbert"; set '
+                "a learning rate above 0"
             )
         self._check_objective()
 
     def __repr__(self) -> str:
-        """Returns the call that makes it: the preset and recipe that differ least, and the differences."""
-        name = self.objective.name
-        own = () if name == "electra" else (name,)
-        presets = ((preset, recipe, *own) for preset in SIZES for recipe in RECIPES)
-        nearest = min(presets, key=lambda each: len(Config.preset(*each).differences(self)))
+        """Returns the call that makes it: the nearest preset and recipe, and the differences from them."""
+        objective = () if self.objective.name == "electra" else (self.objective.name,)
+        presets = ((preset, recipe, *objective) for preset in SIZES for recipe in RECIPES)
+        nearest = min(presets, key=lambda arguments: len(Config.preset(*arguments).differences(self)))
         changes = {key: now for key, (_, now) in Config.preset(*nearest).differences(self).items()}
         call = f"Config.preset({', '.join(map(repr, nearest))})"
         items = [f"{key!r}: {value!r}" for key, value in changes.items()]
@@ -424,42 +424,42 @@ class Config(Configuration):
         check_needs(name, self.value)
         num_stages = OBJECTIVE_SPECS[name].num_stages
         if self.train.steps < num_stages:
-            raise InputError(f'objective.name = "{name}" needs train.steps = {num_stages} or more, one per stage')
+            raise InputError(f'objective.name = "{name}": needs train.steps = {num_stages} or more, one per stage')
         if self.train.steps <= self.objective.generator_first:
             raise InputError(
-                f"objective.generator_first = {self.objective.generator_first} leaves none of train.steps = "
-                f"{self.train.steps} to the discriminator; lower it"
+                f"objective.generator_first = {self.objective.generator_first}: must be less than train.steps = "
+                f"{self.train.steps}, or the discriminator has no steps; lower it"
             )
         has_pair = self.generator.kind == "model" and len(OBJECTIVE_SPECS[name].roles) > 1
         decoder = self.generator_shape() if has_pair else model
         if model.conv_kernel_size and self.generator.kind == "model" and decoder.num_layers < 2:
             raise InputError(
-                f"model.conv_kernel_size = {model.conv_kernel_size} needs a generator of 2 layers or more, since the "
-                "convolution is beside the first and the decoder repeats the last"
+                f"model.conv_kernel_size = {model.conv_kernel_size}: needs a generator of 2 layers or more, since the "
+                "convolution is parallel to the first one and the decoder repeats the last one"
             )
         if has_pair:
             shape = decoder
             same = (shape.hidden_size, shape.num_layers) == (model.hidden_size, model.num_layers)
             if model.tying == "all" and not same:
                 raise InputError(
-                    'model.tying = "all" needs a generator of the same size: set generator.fraction = 1.0 '
-                    "and generator.num_layers = 0"
+                    'model.tying = "all": needs a generator of the same size; set generator.fraction = 1.0 and '
+                    "generator.num_layers = 0"
                 )
             if model.tying != "none" and shape.embedding_size != model.embedding_size:
                 raise InputError(
-                    f'generator.embedding_size = {shape.embedding_size} needs model.tying = "none", since the model\'s '
-                    f"is {model.embedding_size}"
+                    f'generator.embedding_size = {shape.embedding_size}: needs model.tying = "none", since '
+                    f"model.embedding_size = {model.embedding_size}"
                 )
 
     def generator_shape(self) -> ModelConfig:
-        """Returns the generator's sizes: `generator.fraction` of the widths and heads, the same head_dim."""
+        """Returns the generator's sizes: `generator.fraction` of the widths and heads, with the same head_dim."""
         model = self.model
         hidden_fraction = self.generator.fraction
         num_heads = round(model.num_heads * hidden_fraction)
         if num_heads < 1 or abs(model.num_heads * hidden_fraction - num_heads) > 1e-3:
             raise InputError(
-                f"generator.fraction = {hidden_fraction:g} of model.num_heads = {model.num_heads} is not a whole "
-                f"number of heads; use a multiple of 1/{model.num_heads}"
+                f"generator.fraction = {hidden_fraction:g}: must leave a whole number of heads of model.num_heads = "
+                f"{model.num_heads}; use a multiple of 1/{model.num_heads}"
             )
         return dataclasses.replace(
             model,
@@ -472,17 +472,17 @@ class Config(Configuration):
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the learning-rate schedule: `train.steps`, or those of the longest stage, since each has its own."""
+        """Steps of the learning-rate schedule: `train.steps` or, as each stage has a schedule, the longest stage's."""
         steps = self.train.steps
         first = self.objective.generator_first
         return max(first, steps - first) if first else -(-steps // OBJECTIVE_SPECS[self.objective.name].num_stages)
 
     def resolved(self) -> Config:
-        """Returns a copy with the warmup and learning rates that depend on `schedule_steps` filled in."""
+        """Returns a copy in which the warmup and learning rates that depend on `schedule_steps` are set."""
         return dataclasses.replace(self, optimizer=self.optimizer.for_steps(self.schedule_steps))
 
     def with_objective(self, name: str) -> Config:
-        """Returns a copy with another objective and the settings that it needs."""
+        """Returns a copy with another objective and the settings that it requires."""
         ObjectiveConfig(name=name)  # raises for an unknown name
         changes: dict[str, Scalar] = {"objective.name": name}
         for key, (off, needs) in OPTION_NEEDS.items():
@@ -495,7 +495,7 @@ class Config(Configuration):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
-        """Reads a TOML file, whose keys override its top-level `preset` and `recipe`, by default small and modern.
+        """Reads a TOML file. Its keys override its top-level `preset` and `recipe`, by default small and modern.
 
         Raises FileNotFoundError, or ValueError naming the file, key, value and allowed values.
         """
@@ -508,14 +508,14 @@ class Config(Configuration):
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any], overrides: Mapping[str, object] | None = None) -> Config:
-        """Returns the configuration of a TOML file that was parsed."""
+        """Returns the configuration of a parsed TOML file."""
         stored = cls.values_of_file({name: keys for name, keys in table.items() if name not in ("preset", "recipe")})
         values = stored | cls.values_of((overrides or {}).items())
         preset = table.get("preset", DEFAULT_PRESET)
         recipe = table.get("recipe", DEFAULT_RECIPE)
         config = cls.preset(str(preset), str(recipe), values.get("objective.name", "electra"))
         set_by_presets = set().union(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())
-        if set_by_presets - YOUNGER_KEYS.keys() <= stored.keys():  # as in the files that runs save
+        if set_by_presets - YOUNGER_KEYS.keys() <= stored.keys():  # a file that a run saved
             config = config.override(YOUNGER_KEYS)
         return config._replace(values)
 
@@ -523,7 +523,7 @@ class Config(Configuration):
     def preset(cls, name: str, recipe: str = DEFAULT_RECIPE, objective: str = "electra") -> Config:
         """Returns a size (tiny, mini, small, base, large) in a recipe (modern, google, paper).
 
-        The settings that the objective needs replace those of the recipe. Raises InputError for an unknown name.
+        The objective's required settings replace the recipe's. Raises InputError for an unknown name.
         """
         if name not in SIZES:
             raise InputError(f"unknown preset {name!r}{did_you_mean(name, SIZES)}")
@@ -534,8 +534,8 @@ class Config(Configuration):
 
 
 def config_of(config: Config | str | os.PathLike[str] | None, overrides: Mapping[str, object] | None = None) -> Config:
-    """Returns a configuration, or that of a file, or the default one, with overrides as on the command line."""
-    given = overrides or {}
+    """Returns a configuration, a file's or the default one, with overrides as on the command line."""
+    changes = overrides or {}
     if config is None:
-        config = Config.preset(DEFAULT_PRESET, DEFAULT_RECIPE, str(given.get("objective.name", "electra")))
-    return config.override(given) if isinstance(config, Config) else Config.load(Path(config), given)
+        config = Config.preset(DEFAULT_PRESET, DEFAULT_RECIPE, str(changes.get("objective.name", "electra")))
+    return config.override(changes) if isinstance(config, Config) else Config.load(Path(config), changes)

@@ -1,6 +1,6 @@
-"""Sizes and recipes: tables of keys that override the defaults of `config`; what objectives and their options need.
+"""Sizes and recipes, as tables of keys that override the defaults of `config`, and requirements of objectives.
 
-Those defaults are the preset `small` in the recipe `modern`, so a table has only what differs from it.
+The defaults are the preset `small` in the recipe `modern`; the tables have only the differences from it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from electra_fast.errors import InputError
 DEFAULT_PRESET = "small"
 DEFAULT_RECIPE = "modern"
 
-# In the recipe `modern`. GeGLU has three matrices instead of two: two thirds of the published width for the same FLOPs,
-# rounded to whole tiles, also in the generator.
+# In the recipe `modern`. GeGLU has three matrices instead of two, so its width is two thirds of the published one for
+# the same FLOPs, rounded so that the generator's width, too, is a multiple of the kernels' tiles.
 SIZES: dict[str, dict[str, Scalar]] = {
     "tiny": {
         "model.num_layers": 2,
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Scalar]] = {
         "train.eval_every": 500,
         "train.checkpoint_every": 500,
     },
-    # Learns something in an hour or two on two cores: 20 M tokens at 4,096 per step.
+    # For an hour or two on two CPU cores: 20 M tokens in steps of 4,096.
     "mini": {
         "model.num_layers": 4,
         "train.batch_size": 32,
@@ -62,7 +62,7 @@ SIZES: dict[str, dict[str, Scalar]] = {
     },
 }
 
-# What `paper` and `google` share: table 6 of the paper and `configure_pretraining.py` of the published code.
+# Common to `paper` and `google`: table 6 of the paper and `configure_pretraining.py` of the published code.
 _PUBLISHED: dict[str, Scalar] = {
     "model.architecture": "bert",
     "model.dropout": 0.1,
@@ -75,9 +75,9 @@ _PUBLISHED: dict[str, Scalar] = {
     "objective.corrective_weight": 0.0,
 }
 
-# The loss weights of `modern` were tuned at `tiny`, the mask probability also at `mini` (bench/LOG.md). Learning rates
-# of 0 depend on the number of steps: at both sizes Muon's optimum falls with its square root, for one to four times the
-# tokens per step, and its updates have the same spectral norm at any width.
+# The loss weights of `modern` were tuned with `tiny`, the mask probability also with `mini` (bench/LOG.md). A learning
+# rate of 0 means a rule of the number of steps: for both sizes, and for one to four times the tokens per step, Muon's
+# best learning rate falls with the square root of the steps. Its updates have the same spectral norm at any width.
 RECIPES: dict[str, dict[str, Scalar]] = {
     "paper": _PUBLISHED | {"optimizer.name": "lamb"},
     "google": _PUBLISHED
@@ -89,7 +89,7 @@ RECIPES: dict[str, dict[str, Scalar]] = {
         "optimizer.bias_correction": False,
     },
     "modern": {},
-    # DeBERTaV3: arXiv 2111.09543 and the published code, whose generator has half of the layers.
+    # DeBERTaV3: arXiv 2111.09543 and the published code, with half of the layers in the generator.
     "deberta": {
         "model.architecture": "deberta",
         "model.dropout": 0.1,
@@ -130,24 +130,24 @@ SIZE_RECIPES |= {
 SIZE_RECIPES["large", "google"] = _PUBLISHED_SIZES["large"] | {"data.mask_prob": 0.25}
 
 YOUNGER_KEYS: dict[str, Scalar] = {"objective.corrective_weight": 0.0}
-"""What a run's `config.toml` means by lacking a key of the tables above: it was saved before the key existed."""
+"""Values of keys of the tables above that a run's `config.toml` lacks because it was saved before they existed."""
 
 
 DEBERTA_RATE = 5e-5
-"""Learning rate of the published continuation of DeBERTaV3, which exists for xsmall and small."""
+"""Learning rate of the published script that continues DeBERTaV3, for xsmall and small."""
 
 
 def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict[str, Scalar], str], ...]:
-    """Returns settings, and why, for continuing an encoder of that width that brings none of its own.
+    """Returns settings, with their reasons, for continuing an encoder that comes without training settings.
 
-    `import --generator` and `import --mlm` set them, and `adapt`.
+    `import --generator`, `import --mlm` and `adapt` use them.
     """
     rate = 2.5e-4 if hidden_size <= 512 else 1e-4
-    why = "half of the rate that ELECTRA of this width was trained with"
+    reason = "half of ELECTRA's learning rate at this width"
     name = "ELECTRA"
     if architecture == "deberta":
         rate = DEBERTA_RATE
-        why = "as the published code continues DeBERTaV3 xsmall and small"
+        reason = "from the published script that continues DeBERTaV3 xsmall and small"
         name = "DeBERTaV3"
     return (
         (
@@ -157,11 +157,11 @@ def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict
                 "optimizer.schedule": "linear",
                 "optimizer.bias_correction": True,
             },
-            why,
+            reason,
         ),
         (
             {"train.steps": 2_000, "train.batch_size": 64, "data.sequence_length": 128},
-            "16 M tokens; take more steps for more text",
+            "16 M tokens; use more steps for more text",
         ),
         ({"data.masking": "tokens", "data.mask_prob": 0.15, "objective.disc_weight": 50.0}, f"as {name} was trained"),
         ({"train.log_every": 50, "train.eval_every": 500, "train.checkpoint_every": 500}, "four times in 2,000 steps"),
@@ -170,20 +170,18 @@ def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict
 
 ADAPTATION_PASSES = (3, 20)
 ADAPTATION_STEPS = (300, 20_000)
-"""`adapt` reads a text as often as the first number says; up to the second to reach the fewest steps."""
+"""Passes of `adapt` over a text, and the most passes to reach the minimum steps; minimum and maximum steps."""
 GENERAL_SHARE = 0.25
-"""Share of general text in each step of `adapt`, if there is any."""
+"""Fraction of general text in each step of `adapt`, if there is any."""
 LITTLE_TEXT = 100_000
-"""Fewer tokens than this are too little to adapt to."""
+"""`adapt` warns about a text with fewer tokens."""
 
 Needs = Mapping[str, tuple[Scalar, ...]]
-"""Allowed values by configuration key, the usual one first."""
+"""Allowed values keyed by configuration key, the usual one first."""
 
 DISTINCT = ("tokens", "80-10-10", "whole-word", "span")
-"""The values of `data.masking` that draw no position twice."""
-_WHY_DISTINCT = (
-    "with-repeats draws some positions twice and averages their samples, whose probability is then undefined"
-)
+"""The values of `data.masking` that draw every position at most once."""
+_WHY_DISTINCT = "with-repeats may draw a position twice and then averages its samples, whose probability is undefined"
 
 
 @dataclass(frozen=True)
@@ -192,9 +190,9 @@ class Head:
 
     Args:
         kind: A key of a table in `model.HEADS`.
-        is_of_masked: It computes for the masked tokens only, which sets its cost.
+        is_of_masked: Whether it computes only the masked tokens, for the count of FLOPs.
         num_forward: Forward passes per step.
-        weight: The key of `[objective]` without whose weight there is no such head; "" for a head that is always there.
+        weight: The key of `[objective]` with its weight; at 0 the head does not exist. "" if it always exists.
     """
 
     kind: str
@@ -205,13 +203,13 @@ class Head:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """What the configuration and the model know of an objective; its loss is in `objectives/`.
+    """The networks, required settings and stages of an objective; its loss is in `objectives/`.
 
     Args:
-        networks: The heads of each network that it trains, by the attribute of `Electra` that holds each. Networks are
-            built in this order; the last one is the result. A head named after its role is exported with it.
-        needs: Settings that it requires.
-        num_stages: Training stages, each at least one step long. In the second, a generator only runs forward.
+        networks: The heads of each trained network, keyed by the attribute of `Electra` that holds the network.
+            Networks are built in this order; the last one is the result. A head named after its network is exported.
+        needs: Required settings.
+        num_stages: Training stages of at least one step. In the second stage, a generator only runs forward.
     """
 
     networks: Mapping[str, Mapping[str, Head]]
@@ -230,7 +228,7 @@ _OPTIONAL = {
     "corrective_head": Head("masked_lm", is_of_masked=True, weight="corrective_weight"),
     "sentence_head": Head("logit", weight="contrastive_weight"),
 }
-# Its head runs twice: to sample, and for the likelihood of the samples.
+# The generator's head runs twice: to sample, and to compute the samples' likelihood.
 _ADVERSARY = {
     "generator_head": Head("masked_lm", is_of_masked=True, num_forward=2),
     "baseline_head": Head("logit", is_of_masked=True),
@@ -280,7 +278,7 @@ OPTION_NEEDS: dict[str, tuple[Scalar, Needs]] = {
     "objective.disc_positions": ("masked", {"objective.name": ("electra15",)}),
     "generator.kind": ("model", {"objective.temperature": (1.0,), "objective.disallow_correct": (False,)}),
 }
-"""Per option, the value that turns it off, and what any other value requires."""
+"""For each option, the value that turns it off, and the settings that any other value requires."""
 
 
 def check_needs(name: str, value: Callable[[str], Value]) -> None:
@@ -296,12 +294,12 @@ def check_needs(name: str, value: Callable[[str], Value]) -> None:
             _require(f"{key} = {format_value(value(key))}", needs, value)
 
 
-def _require(what: str, needs: Needs, value: Callable[[str], Value]) -> None:
+def _require(setting: str, needs: Needs, value: Callable[[str], Value]) -> None:
     missing = [
-        f"{key} = {' or '.join(map(format_value, allowed))} (it is {format_value(value(key))})"
+        f"{key} = {' or '.join(map(format_value, allowed))}, not {format_value(value(key))}"
         for key, allowed in needs.items()
         if value(key) not in allowed
     ]
     if missing:
-        why = f"; {_WHY_DISTINCT}" if missing[0].startswith("data.masking") else ""
-        raise InputError(f"{what} needs {', '.join(missing)}{why}")
+        reason = f"; {_WHY_DISTINCT}" if missing[0].startswith("data.masking") else ""
+        raise InputError(f"{setting}: needs {', '.join(missing)}{reason}")

@@ -1,23 +1,23 @@
-"""What other tools' flags and keys, and our former ones, are called here: errors answer with it and obey none."""
+"""Flags and keys of other tools, and our former ones, with their names here: errors suggest these, never obey those."""
 
 from __future__ import annotations
 
-_NOTHING = "leave it out, since nothing here corresponds to it"
-_FEWER = "give a file with fewer rows"
-_OF_MODEL = "the model's folder decides it"
-# For names, the candidates in order: flags or configuration keys, alternatives separated by |; a positional argument of
-# the command in capitals; or a sentence, which has spaces. The first one that exists is the answer.
+_NOTHING = "remove it, since nothing here corresponds to it"
+_FEWER = "pass a file with fewer rows"
+_OF_MODEL = "the model's folder determines it"
+# Candidates for a list of names, in order: flags or configuration keys, alternatives separated by |; a positional
+# argument of the command in capitals; or a sentence, which has spaces. The first existing candidate is suggested.
 _MEANT: dict[tuple[str, ...], str] = {
-    # What a command works on, and what it writes.
+    # Inputs and outputs of a command.
     ("CORPUS", "DATA", "glue|squad|train", "TEXT", "corpus"): (
         "data data_dir dataset dataset_path data_path train_data corpus"
     ),
     ("TEXT", "FILE", "train", "CORPUS", "DATA"): "train_file train_files input input_file inputs fname text_file files",
-    ("dev", "DATA", "FILE", "electra-fast prepare --holdout 0.01 sets a part of the corpus aside for validation"): (
+    ("dev", "DATA", "FILE", "electra-fast prepare --holdout 0.01 makes a validation set in the corpus"): (
         "validation_file dev_file eval_file eval_data valid_file val_file validation validation.enable"
     ),
     ("test", "FILE", "DATA"): "test_file test_data predict_file",
-    ("MODEL", "RUN", "a model to continue from becomes a run: electra-fast import MODEL --out RUN"): (
+    ("MODEL", "RUN", "to continue a model, make it a run: electra-fast import MODEL --out RUN"): (
         "model model_name_or_path model_name model_path pretrained pretrained_model checkpoint init_checkpoint ckpt "
         "initial_load_path"
     ),
@@ -30,7 +30,7 @@ _MEANT: dict[tuple[str, ...], str] = {
     ("vocab", "the tokenizer comes with the corpus or the model; electra-fast prepare --vocab chooses it"): (
         "tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path hf_assets_path vocab_file"
     ),
-    # Names that have changed, here or between tools.
+    # Renamed, here or between tools.
     ("text",): "text_field text_column text_column_name text_columns text_key sentence1_key",
     ("label", "electra-fast evaluate compares predictions with labels"): (
         "label_column label_column_name label_field label_key"
@@ -41,24 +41,27 @@ _MEANT: dict[tuple[str, ...], str] = {
         "from resume resume_from resume_from_checkpoint resume_from_step load_checkpoint load_step restore"
     ),
     ("glue", "task"): "tasks",
-    ("task", "a model knows its task; errors in text are found by electra-fast detect MODEL FILE"): "task task_name",
+    (
+        "task",
+        "a model's folder determines its task; electra-fast detect MODEL FILE finds errors in text",
+    ): "task task_name",
     ("seed", "seeds", "finetune_seeds"): "seed data_seed random_seed debug.seed",
     ("seeds", "seed"): "num_seeds n_seeds",
     ("size", "vocab_size"): "vocab_size",
     ("uncased", "cased"): "do_lower_case lower_case lowercase",
-    ("threads", "num_threads", "each uses all cores; OMP_NUM_THREADS limits them"): (
+    ("threads", "num_threads", "all cores are used; OMP_NUM_THREADS limits them"): (
         "threads workers num_workers dataloader_num_workers preprocessing_num_workers num_proc num_threads n_jobs"
     ),
     ("device",): "device_type no_cuda use_cpu cpu cuda gpu accelerator use_mps_device",
     ("documents",): "line_by_line",
-    ("dev_fraction", "electra-fast prepare --holdout 0.01 sets a part of the corpus aside for validation"): (
+    ("dev_fraction", "electra-fast prepare --holdout 0.01 makes a validation set in the corpus"): (
         "validation_split validation_split_percentage val_fraction val_size dev_size eval_fraction test_size"
     ),
     ("holdout",): "holdout dev_fraction",
     ("min_frequency",): "min_freq min_count",
     ("sample",): "input_sentence_size max_chars",
     ("null_threshold", "electra-fast predict has --null-threshold"): "null_score_diff_threshold",
-    ("task", "the model knows whether questions may have no answer"): "version_2_with_negative",
+    ("task", "the model's folder determines whether questions may have no answer"): "version_2_with_negative",
     ("quiet",): "disable_tqdm no_progress silent log_level",
     ("execution",): "torch_compile compile compile.enable",
     ("select", _NOTHING): "load_best_model_at_end metric_for_best_model",
@@ -122,34 +125,34 @@ _MEANT: dict[tuple[str, ...], str] = {
     ("optimizer.name", "fine-tuning uses AdamW"): "optim optimizer",
     ("budget", "hours", "steps"): "target_flops target_param_data_ratio num_tokens train_tokens max_tokens",
     ("minutes", "max_minutes", "hours"): "max_time max_hours time_limit",
-    # What needs no option here.
-    ("electra-fast pretrain, finetune, evaluate and predict are commands of their own",): (
+    # No option is needed here.
+    ("electra-fast pretrain, finetune, evaluate and predict are separate commands",): (
         "do_train do_eval do_predict do_test mode eval_only evaluate_only"
     ),
-    ("a command resumes the work in --out; give another folder to start anew",): (
+    ("a command resumes the work in --out; pass another folder to start from scratch",): (
         "overwrite_output_dir overwrite_cache overwrite force"
     ),
     ("electra-fast export writes a folder; `hf upload` uploads it",): (
         "push_to_hub push_to_hub_model_id hub_model_id hub_token hub_strategy"
     ),
-    ("data and models are local files; `hf download` gets them",): (
+    ("data and models are local files; download them with `hf download`",): (
         "dataset_name dataset_config_name dataset_config token use_auth_token trust_remote_code revision "
         "model_revision use_fast_tokenizer"
     ),
-    ("torchrun starts a process per GPU: torchrun --nproc-per-node=gpu -m electra_fast pretrain CORPUS --out RUN",): (
+    ("start one process per GPU: torchrun --nproc-per-node=gpu -m electra_fast pretrain CORPUS --out RUN",): (
         "local_rank nproc_per_node num_processes num_gpus world_size nnodes num_nodes devices ddp_backend strategy "
         "data_parallel_replicate_degree"
     ),
-    ("models are divided over GPUs by train.sharding alone",): (
+    ("only train.sharding divides models over GPUs",): (
         "tensor_parallel_degree pipeline_parallel_degree context_parallel_degree expert_parallel_degree"
     ),
-    ("rows are packed, or padded as far as a batch needs",): "pad_to_max_length group_by_length padding truncation",
-    ("texts are read from disk as they are needed",): "streaming",
+    ("rows are packed, or padded to the longest of a batch",): "pad_to_max_length group_by_length padding truncation",
+    ("texts are always streamed from disk",): "streaming",
     (_FEWER,): "max_train_samples max_predict_samples limit",
-    ("vectors of texts are made in Python: electra_fast.load(MODEL).encode(texts)",): (
+    ("embed texts in Python: electra_fast.load(MODEL).encode(texts)",): (
         "pooling pooling_mode normalize normalize_embeddings"
     ),
-    ("keys are options of their own, such as --train.steps 1000",): "hparams overrides set",
+    ("each key is an option, such as --train.steps 1000",): "hparams overrides set",
     (_NOTHING,): (
         "low_cpu_mem_usage save_safetensors prediction_loss_only eval_accumulation_steps label_smoothing_factor "
         "neftune_noise_alpha auto_find_batch_size greater_is_better remove_unused_columns dataloader_drop_last "

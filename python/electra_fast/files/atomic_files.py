@@ -26,7 +26,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
-    """A name beside `path` that no other process uses; removes what is left there."""
+    """Yields a unique temporary path in the same folder, and removes the file afterwards if it still exists."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_WRITING}")
     try:
         yield temporary
@@ -36,7 +36,7 @@ def temporary_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def errors_named(path: Path) -> Iterator[None]:
-    """Adds the name of the file being written to an `OSError` of `write` or `fsync`, which lacks one."""
+    """Adds the file's name to an `OSError` of `write` or `fsync`, which has none."""
     try:
         yield
     except OSError as error:
@@ -48,8 +48,8 @@ def errors_named(path: Path) -> Iterator[None]:
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Calls `write` with an empty temporary folder, which then replaces `folder`.
 
-    If `write` raises, `folder` is unchanged. After a kill, `folder` is old or new; or, between the two renames, the old
-    one has a temporary name, from which `recover` restores it.
+    If `write` raises, `folder` is unchanged. After a kill, `folder` is old or new; a kill between the two renames
+    leaves the old folder under a temporary name, and `recover` restores it.
     """
     final = folder.resolve()
     temporary, replaced = _temporary_names(final)
@@ -69,7 +69,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Cleans up after a kill or a failure: restores a folder that was being replaced, removes partial writes."""
+    """Cleans up after a kill or failure: restores a folder that was being replaced and removes partial writes."""
     temporary, replaced = _temporary_names(folder)
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
@@ -78,7 +78,7 @@ def recover(folder: Path) -> None:
 
 
 def recover_all(parent: Path) -> None:
-    """Calls `recover` for everything in `parent` that has leftovers; nothing else may write to `parent` meanwhile."""
+    """Calls `recover` for all entries of `parent` with leftovers; nothing else may write to `parent` meanwhile."""
     names = [path.name for path in parent.glob(".*")]
     endings = (_WRITING, _REPLACED)
     for name in {name[1:].removesuffix(end) for name in names for end in endings if name.endswith(end)}:

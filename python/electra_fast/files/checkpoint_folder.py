@@ -1,8 +1,8 @@
 """The folders of a run's checkpoints, their state and checksums.
 
-`RUN/checkpoints/step-N/` holds config.toml, model.safetensors, optimizer.safetensors and state.json, which has the
-training state and all checksums. `checkpoint` reads and writes the tensors. Each seed of a fine-tuning has checkpoints
-of the same form without config.toml.
+`RUN/checkpoints/step-N/` has config.toml, model.safetensors, optimizer.safetensors and state.json, which has the
+training state and all checksums. `checkpoint` reads and writes the tensors. Fine-tuning writes checkpoints of the same
+form, without config.toml, for each seed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class LogWindow:
 
 @dataclass
 class LossHistory:
-    """The losses of a stage, averaged over many steps and keyed by metric, for detecting divergence."""
+    """Losses of a stage, averaged over many steps and keyed by metric, to detect divergence."""
 
-    lowest: dict[str, float] = field(default_factory=dict)  # averages so far
+    lowest: dict[str, float] = field(default_factory=dict)  # lowest averages so far
     totals: dict[str, float] = field(default_factory=dict)  # sums over the steps since the last average
     steps: int = 0
     num_lost: int = 0  # consecutive averages far above the lowest
@@ -52,7 +52,7 @@ class LossHistory:
 
 @dataclass
 class TrainState:
-    """The state of a run besides its tensors, stored in state.json of a checkpoint."""
+    """The state of a run except its tensors, stored in a checkpoint's state.json."""
 
     step: int = 0
     tokens: int = 0  # trained on up to the last line of metrics.jsonl
@@ -60,10 +60,10 @@ class TrainState:
     log_window: LogWindow = field(default_factory=LogWindow)
     corpus: str | None = None  # content hash; of several corpora, HASH:WEIGHT of each
     loader: dict[str, Any] | None = None  # `BatchLoader.state`; None for an import whose training has not started
-    imported: bool = False  # the run started from Hugging Face folders
-    token_type_1_trained: bool = False  # here or before an import
-    # The best checkpoint, which is kept, has the lowest loss of the current stage or, before any loss is measured, is
-    # the newest that has not diverged; its loss, and the data of that: "validation" or "training".
+    imported: bool = False  # whether the run started from Hugging Face folders
+    token_type_1_trained: bool = False  # whether here or before an import
+    # The best checkpoint is never removed: it has the lowest loss of the current stage or, before any loss is measured,
+    # it is the newest without divergence. `best_by` names the data of its loss: "validation" or "training".
     best_step: int | None = None
     best_loss: float | None = None
     best_by: str = ""
@@ -72,8 +72,8 @@ class TrainState:
 
 def steps(run: Path) -> list[int]:
     folder = run / "checkpoints"
-    found = (step_of(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
-    return sorted(step for step in found if step is not None)
+    numbers = (step_of(entry.name) for entry in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(step for step in numbers if step is not None)
 
 
 def step_of(name: str) -> int | None:
@@ -83,7 +83,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_imported(run: Path) -> bool:
-    """Returns whether a run continues a model that was trained before; false if no checkpoint can be read."""
+    """Returns whether a run continues an imported model; False if no checkpoint can be read."""
     with contextlib.suppress(InputError, FileNotFoundError):
         return read_state(latest(run)).imported
     return False
@@ -96,24 +96,22 @@ def path_of(run: Path, step: int) -> Path:
 def latest(run: Path) -> Path:
     known = steps(run)
     if not known:
-        raise FileNotFoundError(f"{run}: no checkpoint here (looked for {run / 'checkpoints' / 'step-N'})")
+        raise FileNotFoundError(f"{run}: no checkpoint; expected {run / 'checkpoints' / 'step-N'}")
     return path_of(run, known[-1])
 
 
 def at_step(run: Path, step: int) -> Path:
-    """Returns a run's checkpoint of a step. Raises FileNotFoundError naming the existing ones."""
+    """Returns a run's checkpoint of a step. Raises FileNotFoundError with a list of the existing ones."""
     known = steps(run)
     if step not in known:
-        kept = f"it has {', '.join(f'step-{each}' for each in known)}" if known else "it has none"
-        raise FileNotFoundError(f"{run}: no checkpoint step-{step} here; {kept}")
+        available = ", ".join(f"step-{number}" for number in known) or "none"
+        raise FileNotFoundError(f"{run}: no checkpoint step-{step}; available: {available}")
     return path_of(run, step)
 
 
 def require_config(run: Path) -> None:
     if steps(run) and not (run / "config.toml").exists():
-        raise FileNotFoundError(
-            f"{run / 'config.toml'}: missing, though there are checkpoints; copy {latest(run) / 'config.toml'} there"
-        )
+        raise FileNotFoundError(f"{run / 'config.toml'}: missing; restore it from {latest(run) / 'config.toml'}")
 
 
 def seal(directory: Path, state: DataclassInstance) -> None:
@@ -130,7 +128,7 @@ def sealed(content: Mapping[str, Any], directory: Path, files: Iterable[Path]) -
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads an object of `sealed`. Raises FileNotFoundError or ValueError if it is missing or damaged."""
+    """Reads an object that `sealed` made. Raises FileNotFoundError or ValueError if it is missing or damaged."""
     try:
         content = read_object(path)
     except FileNotFoundError:
@@ -146,14 +144,14 @@ def read_state(directory: Path) -> TrainState:
     content = read_sealed(directory / STATE, _remedy(directory))
     if content.get("version") != STATE_VERSION:
         raise InputError(
-            f"{directory / STATE}: format {content.get('version', 1)}, and this version of electra-fast reads format "
-            f"{STATE_VERSION}; continue the run with the version that wrote it, or export it there and import it here"
+            f"{directory / STATE}: format {content.get('version', 1)}, expected {STATE_VERSION}; continue the run with "
+            "the version of electra-fast that wrote it, or export it there and import it here"
         )
     return record_of(TrainState, content, str(directory / STATE))
 
 
 def verify(directory: Path, *names: str) -> None:
-    """Checks files of a checkpoint, by default all, against their checksums.
+    """Checks files of a checkpoint, by default all of them, against their checksums.
 
     Raises FileNotFoundError or ValueError naming the first file that is missing or damaged.
     """
@@ -172,9 +170,9 @@ def verify_files(directory: Path, checksums: Mapping[str, str | None], remedy: s
 
 
 def recover_run(run: Path, or_else: str = "start again with another --out") -> tuple[Path, list[str]]:
-    """Returns the newest intact checkpoint of a run, and warnings about damaged newer ones, which it renames.
+    """Returns a run's newest intact checkpoint, and warnings about the damaged newer ones, which it renames.
 
-    Raises ValueError, without renaming any, if no checkpoint is intact; its message suggests `or_else`.
+    If none is intact, raises ValueError without renaming any; the message suggests `or_else`.
     """
     damaged: list[tuple[Path, str]] = []
     for step in reversed(steps(run)):
@@ -186,7 +184,7 @@ def recover_run(run: Path, or_else: str = "start again with another --out") -> t
             continue
         return directory, [_set_aside(path, reason) for path, reason in damaged]
     reasons = "; ".join(reason for _, reason in damaged)
-    raise InputError(f"{run}: no intact checkpoint: {reasons}; copy one back, or {or_else}")
+    raise InputError(f"{run}: no intact checkpoint: {reasons}; restore one, or {or_else}")
 
 
 def remove_unfinished(run: Path) -> None:
@@ -195,8 +193,8 @@ def remove_unfinished(run: Path) -> None:
 
 
 def set_aside_after(run: Path, step: int) -> list[str]:
-    """Renames a run's checkpoints after a step, the newest first; returns messages about them."""
-    later = reversed([path_of(run, each) for each in steps(run) if each > step])
+    """Renames a run's checkpoints after a step, newest first, and returns messages about them."""
+    later = reversed([path_of(run, number) for number in steps(run) if number > step])
     return [f"{path}: renamed to {_rename(path, _LEFT).name}; you may remove it" for path in later]
 
 
@@ -215,7 +213,7 @@ def _rename(directory: Path, prefix: str) -> Path:
 
 def _remedy(directory: Path) -> str:
     run = directory.parent.parent
-    return f"name an older checkpoint, or let `electra-fast pretrain --out {run}` resume from one"
+    return f"pass an older checkpoint, or run `electra-fast pretrain --out {run}` to resume from one"
 
 
 def _checksum(content: Any) -> str:

@@ -1,4 +1,4 @@
-"""JSON files: single objects, and logs with one record per line, which a resumed run truncates to its step."""
+"""JSON files: single objects, and logs with one record per line; a resumed run truncates its logs to its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import errors_named, replace_file
 from electra_fast.messages import UNSAFE
 
-# Our files are nested less than half as deep; Python's recursion limit is a thousand.
+# Our files are less than half as deep, and Python's recursion limit is 1,000.
 _MAX_DEPTH = 100
 
 T = TypeVar("T")
@@ -22,15 +22,15 @@ T = TypeVar("T")
 def check_depth(content: Any) -> None:
     level = [content]
     for _ in range(_MAX_DEPTH):
-        nested = [each for each in level if isinstance(each, (dict, list))]
-        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
+        nested = [value for value in level if isinstance(value, (dict, list))]
+        level = [child for value in nested for child in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return
     raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
 
 def reason_of(error: ValueError | RecursionError) -> str:
-    """Returns why Python fails to parse valid JSON or TOML."""
+    """Returns the reason why Python fails to parse valid JSON or TOML."""
     return "nested too deeply" if isinstance(error, RecursionError) else "an integer of thousands of digits"
 
 
@@ -46,7 +46,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """Returns the object in a file; empty if there is no file."""
+    """Returns the object in a file, or an empty one if the file does not exist."""
     return read_object(path) if path.is_file() else {}
 
 
@@ -63,9 +63,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def record_of(kind: type[T], table: Any, place: str) -> T:
-    """Makes a dataclass from an object of `asdict`; absent fields get their defaults.
+    """Makes a dataclass from an object that `asdict` returned; absent fields get their defaults.
 
-    Raises ValueError, naming `place` and the field, if a value is not of the field's type.
+    Raises ValueError with `place` and the field if a value has another type than the field.
     """
     if not isinstance(table, dict):
         raise InputError(f"{place}: not an object")
@@ -80,7 +80,7 @@ def record_of(kind: type[T], table: Any, place: str) -> T:
         elif _is_of(value, hint):
             values[name] = value
         else:
-            raise InputError(f"{where} is {str(value)[:50]!r}, which is not of its type ({hint})")
+            raise InputError(f"{where} = {str(value)[:50]!r}: must have the type {getattr(hint, '__name__', hint)}")
     return kind(**values)
 
 
@@ -88,7 +88,7 @@ def _is_of(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if getattr(hint, "__origin__", None) is dict:
-        return isinstance(value, dict) and all(_is_of(each, get_args(hint)[1]) for each in value.values())
+        return isinstance(value, dict) and all(_is_of(entry, get_args(hint)[1]) for entry in value.values())
     if options := get_args(hint):
         return any(_is_of(value, option) for option in options)
     if hint in (int, float):
@@ -97,9 +97,9 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def json_text(content: Mapping[str, Any], encoding: str | None = "utf-8") -> str:
-    """Returns an object as a line of JSON in which only terminal control characters are escaped.
+    """Returns an object as a line of JSON with escapes only for terminal control characters.
 
-    JSON is UTF-8: for a stream in another encoding, all that is not ASCII is escaped.
+    JSON is UTF-8, so for a stream in another encoding all non-ASCII characters are escaped, too.
     """
     text = json.dumps(content, default=dict, ensure_ascii=codecs.lookup(encoding or "utf-8").name != "utf-8")
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
@@ -111,15 +111,15 @@ def write_object(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class JsonLines:
-    """A log with one JSON object per line, each with a `step`; flushed after every line, truncated on resume."""
+    """A log with one JSON object with a `step` per line; flushed after every line, truncated on resume."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Opens for appending, after dropping records past `last_step` and an incomplete last line.
 
-        Raises ValueError naming the line, and drops nothing, if another line is not a record.
+        If another line is not a record, raises ValueError with the line's number and drops nothing.
         """
-        kept = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
-        replace_file(path, b"".join(kept))
+        lines = [line for line, record in _complete_lines(path) if record["step"] <= last_step]
+        replace_file(path, b"".join(lines))
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
@@ -137,7 +137,7 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a `JsonLines` file, if it exists. Raises ValueError naming a damaged line."""
+    """Returns the records of a `JsonLines` file, if it exists. Raises ValueError with the number of a damaged line."""
     return [record for _, record in _complete_lines(path)]
 
 
@@ -154,10 +154,10 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise InputError(f"{path}: line {number}: not JSON ({error}); repair or remove this line") from None
+        raise InputError(f"{path}: line {number}: must be JSON ({error}); repair or remove this line") from None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise InputError(f"{path}: line {number}: not an object with an integer step; repair or remove this line")
+        raise InputError(f"{path}: line {number}: must be an object with an integer step; repair or remove this line")
     for name, value in record.items():
         if isinstance(value, (str, bool, list)) and name != "message":  # the text of a warning
-            raise InputError(f"{path}: line {number}: not a number: {name}; repair or remove this line")
+            raise InputError(f"{path}: line {number}: {name} must be a number; repair or remove this line")
     return record
