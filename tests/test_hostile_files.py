@@ -90,10 +90,10 @@ def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value)
     tensors[name][0, 0] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for read in (load_encoder, lambda source: import_(source, out=tmp_path / "run")):
-        with pytest.raises(InputError, match=f"model.safetensors: {name} has values that are nan or infinite"):
+        with pytest.raises(InputError, match=f"model.safetensors: {name} has NaN or infinite values"):
             read(folder)
     save_file({"exp_avg": torch.tensor([1.0, value])}, tmp_path / "optimizer.safetensors")
-    with pytest.raises(InputError, match="optimizer.safetensors: exp_avg has values that are nan or infinite"):
+    with pytest.raises(InputError, match="optimizer.safetensors: exp_avg has NaN or infinite values"):
         read_tensors(tmp_path / "optimizer.safetensors")
 
 

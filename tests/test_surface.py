@@ -162,7 +162,7 @@ def test_boolean_keys_need_no_value():
 def test_short_names_are_keys():
     assert overrides("--lr", "1e-3", "--epochs=2") == {"finetune.learning_rate": "1e-3", "finetune.epochs": "2"}
     assert overrides("--lr", "1e-3", "--finetune.learning-rate", "1e-3") == {"finetune.learning_rate": "1e-3"}
-    with pytest.raises(InputError, match="--lr/--finetune.learning_rate: 1e-3 and 1e-4 are given"):
+    with pytest.raises(InputError, match="--lr/--finetune.learning_rate: expected one value, got 1e-3 and 1e-4"):
         overrides("--lr", "1e-3", "--finetune.learning-rate", "1e-4")
     for command, (configuration, *others) in CONFIGURED.items():
         keys = {

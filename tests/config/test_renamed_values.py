@@ -57,7 +57,7 @@ def test_elsewhere_it_is_answered(name: str, old: str, new: str, tmp_path: Path)
     choices = configuration.choices(name) or ()
     assert new in choices and old not in choices
     (tmp_path / "config.toml").write_text("")
-    said = f'^{re.escape(name)} = "{old}": now called "{new}"$'
+    said = f'^{re.escape(name)} = "{old}": renamed to "{new}"$'
     with pytest.raises(InputError, match=said):
         configuration().override({name: old})
     if configuration is Config:  # of the command line, so it does not name the file

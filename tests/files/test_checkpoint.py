@@ -67,7 +67,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
 
 def test_a_lost_configuration_is_named(tmp_path):
     directory = save(tmp_path, 3)
-    with pytest.raises(FileNotFoundError, match=r"config\.toml: missing, .*; copy .*step-3/config\.toml there$"):
+    with pytest.raises(FileNotFoundError, match=r"config\.toml: missing; restore it from .*step-3/config\.toml$"):
         checkpoint_folder.require_config(tmp_path)
     (directory / "config.toml").rename(tmp_path / "config.toml")
     checkpoint_folder.require_config(tmp_path)
@@ -90,7 +90,7 @@ def test_keeps_the_best_beside_the_newest(tmp_path):
 
 
 def test_half_written_is_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
         checkpoint_folder.latest(tmp_path)
     save(tmp_path, 1)
     half = tmp_path / "checkpoints" / ".step-2.writing"
@@ -124,7 +124,7 @@ def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
 
 def test_another_shape_is_named(tmp_path):
     directory = save(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"discriminator\..*\[.*in the checkpoint and \[.*another model"):
+    with pytest.raises(ValueError, match=r"discriminator\..*the shape \[.* needs \[.*another model"):
         checkpoint.load_parameters(make_model(**{"model.hidden_size": "128"}), directory)
     with pytest.raises(ValueError, match="parameter .*layers.2.* is missing from"):
         checkpoint.load_parameters(make_model(**{"model.num_layers": "3"}), directory)
@@ -137,7 +137,7 @@ def test_what_is_no_checkpoint_of_this_model_is_named(tmp_path):
     weights = directory / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model.safetensors: damaged .* not a whole checkpoint"):
+    with pytest.raises(ValueError, match=r"model.safetensors: damaged .* not a complete checkpoint"):
         checkpoint.load_parameters(make_model(), directory)
     save_file({"x": torch.zeros(1)}, weights)
     with pytest.raises(ValueError, match="of another model"):
@@ -154,7 +154,7 @@ def test_every_flipped_bit_is_noticed(tmp_path, name):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{name}: damaged .*; name an older checkpoint, or let .*resume"):
+        with pytest.raises(ValueError, match=rf"{name}: damaged .*; pass an older checkpoint, or run .*resume"):
             checkpoint_folder.verify(directory)
         if name in ("config.toml", "model.safetensors"):
             with pytest.raises(ValueError, match=f"{name}: damaged"):

@@ -442,7 +442,7 @@ def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
         expect_line(tmp_path, f"{binary}: holds something else than a table of tensors")
     name = "encoder.layer.1.output.dense.bias"
     torch.save(tensors | {name: torch.full((64,), torch.nan)}, binary)
-    expect_line(tmp_path, f"{binary}: {name} has values that are nan or infinite")
+    expect_line(tmp_path, f"{binary}: {name} has NaN or infinite values")
 
 
 def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key
             "model_type = 'xlnet' must be one of electra, modernbert, deberta-v2, be",
         ),
         ("BertModel", {"model_type": "deberta"}, "model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) a"),
-        ("DebertaV2Model", {"position_buckets": 1}, "model.position_buckets = 1 must be at least 2"),
+        ("DebertaV2Model", {"position_buckets": 1}, "model.position_buckets = 1: must be at least 2"),
         (
             "DebertaV2Model",
             {"position_buckets": 32},
@@ -513,10 +513,10 @@ def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key
             "max_relative_positions = 32 is not supported; it must be 64",
         ),
         ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size = 8 is not supported; it must be 16 (hidd"),
-        ("DebertaV2Model", {"conv_kernel_size": 4}, "model.conv_kernel_size = 4 must be odd"),
+        ("DebertaV2Model", {"conv_kernel_size": 4}, "model.conv_kernel_size = 4: must be odd"),
         ("DebertaV2Model", {"embedding_size": 32}, "word_embeddings.weight has shape [200, 64], but config.json says"),
         ("BertModel", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported; it must be 'gelu' or 'ge"),
-        ("BertModel", {"hidden_size": "64"}, "model.hidden_size = '64' must be an integer"),
+        ("BertModel", {"hidden_size": "64"}, "model.hidden_size = '64': must be an integer"),
         ("BertModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
         ("BertForMaskedLM", {"num_hidden_layers": 5}, ": tensor bert.encoder.layer.4.attention.self.query.weight is"),
         ("RobertaModel", {"max_position_embeddings": 60}, "tensor embeddings.position_embeddings.weight has shape [64"),
@@ -527,7 +527,7 @@ def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key
         ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
         ("BertModel", {"layer_norm_eps": 0.0}, "layer_norm_eps = 0 is not supported"),
         ("BertModel", {"layer_norm_eps": float("inf")}, "norm_eps = inf must be"),
-        ("BertModel", {"hidden_dropout_prob": 1.5}, "model.dropout = 1.5 must be at least 0 and at most 0.99"),
+        ("BertModel", {"hidden_dropout_prob": 1.5}, "model.dropout = 1.5: must be at least 0 and at most 0.99"),
         ("DistilBertModel", {"num_hidden_layers": 2}, "n_layers = 4, but num_hidden_layers = 2; keep one of them"),
         ("ModernBertModel", {"norm_eps": float("nan")}, "norm_eps = nan must be"),
         ("ModernBertModel", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters: rope_theta is not supported"),

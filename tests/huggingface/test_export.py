@@ -402,5 +402,5 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
         export(tmp_path / "run", out=tmp_path / "out")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
-    with pytest.raises(FileNotFoundError, match="run: no checkpoint here"):
+    with pytest.raises(FileNotFoundError, match="run: no checkpoint"):
         read_model(tmp_path / "run")

@@ -196,7 +196,7 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
         ("google", "discriminator", {"architectures": ["X"]}, "a discriminator is ElectraForPreTraining"),
         ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, but generator.fraction = 0.5"),
         ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
-        ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0 must be above 0 and at most 1"),
+        ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0: must be above 0 and at most 1"),
         ("modern", "generator", {"local_attention": 128}, "local_attention = 128, but the discriminator's is 0"),
         ("modern", "generator", {"rope_parameters": None, "global_rope_theta": 7.0}, "rope_theta = 7.0, but the discr"),
         ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True is not supported"),

@@ -90,7 +90,7 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
             {"objective.generator_first": "9", "train.steps": "9"},
             "generator_first = 9 leaves none of train.steps = 9 to the discriminator",
         ),
-        ({"objective.name": "replace"}, "objective.name = 'replace' must be one of electra, mlm, electra15, replace"),
+        ({"objective.name": "replace"}, "objective.name = 'replace': must be one of electra, mlm, electra15, replace"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(changes, message):

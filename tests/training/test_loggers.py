@@ -42,7 +42,7 @@ def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run,
 
 
 def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, monkeypatch):
-    with pytest.raises(ef.InputError, match="train.loggers = .* must be among tensorboard, wandb, mlflow"):
+    with pytest.raises(ef.InputError, match="train.loggers = .*: must be among tensorboard, wandb, mlflow"):
         tiny_config(**{"train.loggers": "tensorboard,comet"})
     monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
     assert tiny_config().override({"train.loggers": []}).train.loggers == []
