@@ -162,7 +162,7 @@ def test_keys_have_names_without_a_section() -> None:
     assert {*Config.SHORT_NAMES.values()} <= {*Config.key_names()}
     for changes, by_name, message in (
         ({}, {"num_layers": 1}, "num_layers is ambiguous: model.num_layers or generator.num_layers; use the full key"),
-        ({"train.steps": 1}, {"steps": 2}, "train.steps has two values, 1 and 2"),
+        ({"train.steps": 1}, {"steps": 2}, "train.steps has two values, 1 and 2; pass one"),
         ({}, {"train": {"steps": 1}}, "train is a section; use a key in it, train.KEY"),
         ({}, {"mlm_probability": 1}, "unknown key mlm_probability; did you mean data.mask_prob?"),
     ):
