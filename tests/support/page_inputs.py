@@ -3,12 +3,14 @@
 import csv
 import json
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 from tiny_reading import questions_of, write_conll, write_squad
 from tiny_task import sentences, write_cola, write_sst2
 
 import electra_fast as ef
+from electra_fast import demonstration
 
 
 def make_pairs(path, get):
@@ -34,6 +36,11 @@ def make_shards(path, get):
 def make_run(path, get, seed=0):
     changes = {"train.steps": "12", "train.batch_size": "2", "train.log_every": "2", "train.seed": str(seed)}
     ef.pretrain(get("shards"), config=ef.Config.preset("tiny").override(changes), out=path)
+
+
+def make_demo(path, get):
+    path.mkdir()
+    demonstration._write_corpus(path / "corpus.jsonl")
 
 
 def make_wheel(path, get):
@@ -101,6 +108,8 @@ def make_tasks(path, get):
 # Functions of a path and of `Inputs` that write the files and folders that blocks read.
 INPUTS = {
     "dist": make_wheel,
+    "examples": lambda path, get: shutil.copytree(Path(__file__).parents[2] / "examples", path),
+    "demo": make_demo,
     "texts": make_texts,
     "vocab.txt": lambda path, get: shutil.copy(get.tiny_vocab, path),
     "shards": make_shards,
