@@ -10,7 +10,7 @@ import torch
 
 import electra_fast as ef
 from electra_fast.config.presets import DEFAULT_RECIPE
-from electra_fast.hardware.settings import settle_alone
+from electra_fast.hardware.settings import resolve_alone
 from electra_fast.model.compute import ComputeConfig, choose_compute, use_compute
 from electra_fast.optimizers.optimizer import Optimizer
 from electra_fast.training.parallel_step import create_step, time_steps
@@ -67,7 +67,7 @@ def new_step(
     operations run by their kernels there. Take it within `as_chosen`.
     """
     if execution is None:
-        config, compute = settle_alone(config, device, time_steps)
+        config, compute = resolve_alone(config, device, time_steps)
         execution = config.train.execution
     compute = compute or choose_compute(config, device)
     model = ef.Electra(config).to(device).train()

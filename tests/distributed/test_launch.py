@@ -45,7 +45,7 @@ BAD = {
     "no address": ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     "WORLD_SIZE alone": ({"WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is not set"),
     "srun without torchrun": ({"SLURM_STEP_NUM_TASKS": "8", "RANK": "0"}, "srun has started 8 tasks"),
-    "RANK alone": ({"RANK": "1"}, "RANK = 1 without WORLD_SIZE"),
+    "RANK alone": ({"RANK": "1"}, "RANK = 1: WORLD_SIZE is not set"),
     "a rank too high": ({**TORCHRUN, "RANK": "8"}, "RANK = 8: must be a whole number from 0 to 7"),
     "a negative rank": ({**TORCHRUN, "RANK": "-1"}, "RANK = -1: "),
     "underscores": ({**TORCHRUN, "MASTER_PORT": "29_500"}, "MASTER_PORT = 29_500: "),

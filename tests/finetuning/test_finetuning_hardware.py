@@ -133,7 +133,7 @@ class TestFinetuning:
     ):
         work = job_of("stsb", **{"finetune.precision": "fp16"}).work
         step, other = (FinetuneStep(work.model(), work) for _ in range(2))
-        step.scaler.judge(torch.tensor(torch.inf))
+        step.scaler.adapt(torch.tensor(torch.inf))
         other.load_state_dict({name: tensor.clone() for name, tensor in step.state_dict().items()})
         assert float(other.scaler.scale) == loss_scaling.INITIAL_SCALE / 2
         other.reset()

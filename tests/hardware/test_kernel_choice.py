@@ -27,8 +27,8 @@ from electra_fast.hardware.kernel_choice import (
     agree_on_kernels,
     expected_seconds,
     parse_kernels,
-    settle_encoder,
-    settle_kernels,
+    resolve_encoder,
+    resolve_kernels,
 )
 from electra_fast.interruption import stop_requests
 from electra_fast.kernels import launchers
@@ -55,10 +55,10 @@ def small_config(corpus, **changes):
     return Config.preset("tiny", "google", "mlm").override(tiny | keys | run | changes)
 
 
-def request_of(corpus, what="operations", device="cpu", compute=None, num_rows=2, **given):
+def request_of(corpus, kind="operations", device="cpu", compute=None, num_rows=2, **given):
     config = small_config(corpus)
     compute = compute or ComputeConfig("sdpa", torch.float32)
-    return Request(what, config, type(objective_of(config)), device, compute, num_rows, **given)
+    return Request(kind, config, type(objective_of(config)), device, compute, num_rows, **given)
 
 
 class TestJudgment:
@@ -246,7 +246,7 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
     monkeypatch.setattr(kernel_choice, "PATIENCE_SECONDS", 12.0)
     config = small_config(tiny_corpus)
     run = tmp_path / "run"
-    settled, kernels, lines = settle_kernels(config, CPU, run)
+    settled, kernels, lines = resolve_kernels(config, CPU, run)
     assert settled == config
     problems = {
         "embedding_norm:32 by kernel": "its process ended (killed by SIGSEGV)",
@@ -263,22 +263,22 @@ def test_a_run_goes_on_without_kernels_that_end_hang_or_fail(tiny_corpus, tmp_pa
     assert [each.read_text() for each in cache.glob("*")] == [(run / FILE).read_text()]
     monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
     for folder in (run, tmp_path / "other"):
-        assert settle_kernels(config, CPU, folder)[1] == kernels
+        assert resolve_kernels(config, CPU, folder)[1] == kernels
 
 
 @pytest.mark.process
 def test_a_check_is_kept_for_other_runs_of_the_same_card_and_shapes(tiny_corpus, tmp_path, cache, monkeypatch):
     config = small_config(tiny_corpus, **{"model.attention": "auto"})
-    settled, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
+    settled, kernels, lines = resolve_kernels(config, CPU, tmp_path / "run")
     assert settled.model.attention == "sdpa"
     assert lines[0].startswith("kernels checked in ") and len(lines) == 1
     monkeypatch.setattr(kernel_choice, "_Process", lambda: pytest.fail("asked again"))
-    again = settle_kernels(config, CPU, tmp_path / "other")
+    again = resolve_kernels(config, CPU, tmp_path / "other")
     assert again[:2] == (settled, kernels) and again[2][0].startswith("kernels checked before on ")
     assert (tmp_path / "other" / FILE).read_text() == (tmp_path / "run" / FILE).read_text()
     for other, is_fresh in ((config.override({"data.sequence_length": 32}), False), (config, True)):
         with pytest.raises(BaseException, match="asked again"):
-            settle_kernels(other, CPU, tmp_path / "third", is_fresh=is_fresh)
+            resolve_kernels(other, CPU, tmp_path / "third", is_fresh=is_fresh)
 
 
 def test_an_attention_backend_that_was_asked_for_and_is_wrong_is_refused(tiny_corpus, tmp_path, cache):
@@ -287,7 +287,7 @@ def test_an_attention_backend_that_was_asked_for_and_is_wrong_is_refused(tiny_co
     check.records["self_attention:64", "sdpa"] = Record("self_attention:64", "sdpa", problem="gives nan")
     (tmp_path / FILE).write_text(check.text())
     with pytest.raises(ValueError, match='model.attention = "sdpa" cannot be used on this GPU: gives nan; set "auto"'):
-        settle_kernels(config, CPU, tmp_path)
+        resolve_kernels(config, CPU, tmp_path)
 
 
 BUSY = "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
@@ -311,7 +311,7 @@ def test_without_any_check_references_are_used(words, reason, tiny_corpus, tmp_p
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     config = small_config(tiny_corpus)
-    settled, kernels, (line,) = settle_kernels(config, CPU, tmp_path / "run")
+    settled, kernels, (line,) = resolve_kernels(config, CPU, tmp_path / "run")
     assert settled == config and kernels == {"*": REFERENCE} and not (tmp_path / "run").exists() and not cache.exists()
     assert line.startswith(f"warning: kernels could not be checked ({reason}") and "): references are used" in line
 
@@ -336,7 +336,7 @@ def test_what_is_known_is_kept_when_the_check_ends_early(lost, tiny_corpus, tmp_
 
     monkeypatch.setattr(kernel_choice, "_Process", Process)
     monkeypatch.setattr(kernel_choice, "MAX_SECONDS", 0.2)
-    _, kernels, lines = settle_kernels(config, CPU, tmp_path / "run")
+    _, kernels, lines = resolve_kernels(config, CPU, tmp_path / "run")
     assert kernels == {"layer_norm:32": "kernel"}
     assert lines[0].startswith("warning: the check of kernels ended early (lost): what it did not reach runs by ref")
     assert lines[1].startswith("kernels checked in 0 s on cpu") and len(lines) == 2
@@ -350,7 +350,7 @@ def test_a_stop_ends_the_check_and_records_nothing(tiny_corpus, tmp_path, cache,
     with stop_requests() as stop, pytest.raises(Interrupted, match="interrupted while kernels were checked"):
         timer = threading.Timer(0.1, setattr, (stop, "signal", signal.SIGUSR1))
         timer.start()
-        settle_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
+        resolve_kernels(small_config(tiny_corpus), CPU, tmp_path / "run")
     assert not (tmp_path / "run").exists() and not cache.exists()
 
 
@@ -407,8 +407,8 @@ def test_questions_are_about_the_gpu_at_hand(tiny_corpus, tmp_path, monkeypatch)
         monkeypatch.setattr(module, "missing_for_triton", lambda _: None)
     auto = dict.fromkeys(("model.attention", "train.execution"), "auto")
     config = small_config(tiny_corpus, **auto | {"train.precision": "bf16"})
-    settled, kernels, _ = settle_kernels(config, torch.device("cuda"), tmp_path, time_steps=print)
-    questions = {each.what: (each.compute.attention, each.candidates) for each in asked}
+    settled, kernels, _ = resolve_kernels(config, torch.device("cuda"), tmp_path, time_steps=print)
+    questions = {each.kind: (each.compute.attention, each.candidates) for each in asked}
     assert questions == {
         "attention": ("sdpa", ("short", "varlen", "sdpa", "flex")),
         "operations": ("varlen", ("varlen",)),
@@ -481,8 +481,8 @@ def test_an_encoder_is_checked_on_rows_of_its_own(tmp_path, cache, monkeypatch):
     changes = {"model.num_layers": 1, "model.max_positions": 16, "data.sequence_length": 16}
     shape = Config.preset("tiny", "modern").override(changes).model
     asked = []
-    monkeypatch.setattr(kernel_choice, "settle_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
-    compute, _ = settle_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
+    monkeypatch.setattr(kernel_choice, "resolve_kernels", lambda *args: asked.append(args) or (args[0], {"*": "x"}, []))
+    compute, _ = resolve_encoder(shape, ComputeConfig("varlen", torch.bfloat16), torch.device("cuda"), 512, 3)
     ((config, _, folder),) = asked
     assert compute == ComputeConfig("varlen", torch.bfloat16, kernels=(("*", "x"),)) and folder is None
     assert (config.train.precision, config.model.attention) == ("bf16", "varlen")

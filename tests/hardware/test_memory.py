@@ -75,7 +75,7 @@ def test_counts_as_on_a_gpu(hopper, name, recipe, attention, kib):
 def test_rows_of_512_tokens_of_a_base_deberta_fit_16_gib(hopper, attention):
     config = of_preset("base", "deberta", **{"model.vocab_size": 128100, "train.batch_size": 256})
     memory = StepMemory(config, ComputeConfig(attention, torch.bfloat16), CUDA)
-    accumulate, num_rows, does_fit = memory.fewest_micro_batches(15 << 30)
+    accumulate, num_rows, does_fit = memory.min_micro_batches(15 << 30)
     assert does_fit and num_rows * accumulate == 256
 
 

@@ -208,13 +208,13 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
         accumulate = 2 if ("*", "reference") in compute.kernels else config.train.num_micro_batches
         return accumulate, f"{accumulate} fit"
 
-    monkeypatch.setattr(hardware, "settle_kernels", settle)
+    monkeypatch.setattr(hardware, "resolve_kernels", settle)
     monkeypatch.setattr(hardware, "choose_accumulate", choose)
     monkeypatch.setattr(hardware, "before_kernels", lambda config, _: config)
     monkeypatch.setattr(hardware, "choose_compute", lambda *_: ComputeConfig("sdpa", torch.float32))
     config = auto_config(**{"train.accumulate": AUTO})
     cuda = torch.device("cuda:0")
-    settled, _, messages = hardware._settle_gpu(config, cuda, tmp_path, 1, None, is_divisible=True)
+    settled, _, messages = hardware._resolve_gpu(config, cuda, tmp_path, 1, None, is_divisible=True)
     assert seen == expected and messages == ["checked", f"{expected[-1]} fit"]
     assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"
 
@@ -232,9 +232,9 @@ def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch, tmp_pa
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(trainer, "settle_hardware", lambda config, *_: (config, {"*": "x"}, ["a line"]))
+    monkeypatch.setattr(trainer, "resolve_hardware", lambda config, *_: (config, {"*": "x"}, ["a line"]))
     config = auto_config(**{"train.kernels": "reference"})
-    run, lines = trainer._settle_for_all(Run(tmp_path, config), torch.device("cuda"), World())
+    run, lines = trainer._resolve_for_all(Run(tmp_path, config), torch.device("cuda"), World())
     assert (run.config, run.kernels, lines, done) == (config, (("*", "x"),), ["a line"], [3])
 
 

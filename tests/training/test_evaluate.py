@@ -165,8 +165,8 @@ def test_micro_batches_change_rounding_alone(validation_corpus, tmp_path, monkey
     settings = {"max_batches": 2, "sequence_length": 16, "corrupted_by": run if is_corrupted else None}
     expected = dict(evaluate(run, validation_corpus, **settings))
     config = ef.load(run).model.config.override({"train.accumulate": "4"})
-    assert evaluation._most_rows(config, torch.device("cuda"), World()) == config.train.batch_size // 4
-    monkeypatch.setattr(evaluation, "_most_rows", lambda *_: 3)
+    assert evaluation._max_rows(config, torch.device("cuda"), World()) == config.train.batch_size // 4
+    monkeypatch.setattr(evaluation, "_max_rows", lambda *_: 3)
     found = dict(evaluate(run, validation_corpus, **settings))
     floats = [name for name, value in expected.items() if isinstance(value, float)]
     assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)

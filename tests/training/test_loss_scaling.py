@@ -33,12 +33,12 @@ def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeyp
     scaler = LossScaler(CPU)
 
     def scales(norms):
-        return [(float(scaler.judge(norm)), float(scaler.scale / INITIAL_SCALE)) for norm in norms]
+        return [(float(scaler.adapt(norm)), float(scaler.scale / INITIAL_SCALE)) for norm in norms]
 
     assert scales([GOOD, BAD, GOOD, GOOD]) == [(0, 1), (1, 0.5), (0, 0.5), (0, 0.5)]
     assert scales([GOOD] * 4) == [(0, 1), (0, 1), (0, 1), (0, 2)]  # three in a row each time
     assert scales([torch.tensor(torch.nan)] * 17)[-1] == (1, 1 / INITIAL_SCALE) and not scaler.has_failed()
-    scaler.judge(BAD)
+    scaler.adapt(BAD)
     assert scaler.has_failed() and float(scaler.scale) == 1
     scales([GOOD] * 100)
     assert float(scaler.scale) == loss_scaling.MAX_SCALE

@@ -17,7 +17,7 @@ from electra_fast.hardware.memory import StepMemory
 from electra_fast.model.compute import ComputeConfig
 from electra_fast.training import plan as planning
 from electra_fast.training.forecast import MAX_EPOCHS, ScalingLaw, layer_weights, size, warnings
-from electra_fast.training.plan import Trial, _on_line
+from electra_fast.training.plan import Trial, _extrapolate
 
 
 def told(config, corpus, *, imported=False):
@@ -157,9 +157,9 @@ def test_what_cannot_be_planned_is_refused(options, message, capsys):
 
 
 def test_large_steps_continue_on_a_line():
-    assert _on_line([2, 4], [1.0, 1.5], 12) == 3.5
-    assert _on_line([2, 4], [1.5, 1.0], 12) == 1.0  # noise: more rows never take less
-    assert _on_line([8], [2.0], 4) == 2.0
+    assert _extrapolate([2, 4], [1.0, 1.5], 12) == 3.5
+    assert _extrapolate([2, 4], [1.5, 1.0], 12) == 1.0  # noise: more rows never take less
+    assert _extrapolate([8], [2.0], 4) == 2.0
 
 
 def test_memory_of_gpus_elsewhere_is_that_of_a_run_there(monkeypatch):

@@ -108,7 +108,7 @@ def test_a_trained_model_is_told_nothing_that_helps_one_that_begins(
 ):
     """By `plan` and `pretrain`, where a run that begins is told all of it."""
     for module, name, value in (
-        (forecast, "FEWEST_ENTRIES", 1),
+        (forecast, "MIN_LARGE_VOCAB", 1),
         (forecast, "MIN_TOKENS_PER_ENTRY", 10**9),
         (forecast, "MAX_TABLE_SHARE", 0.0),
         (forecast, "MOST_UNKNOWN", -1.0),

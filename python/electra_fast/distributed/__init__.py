@@ -1,1 +1,1 @@
-"""What several processes need to share a step: ranks, their launch and watchdog, the division of rows and sums."""
+"""One step on several processes: ranks, their launch and watchdog, the division of rows and sums."""

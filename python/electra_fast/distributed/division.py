@@ -28,12 +28,12 @@ def rows_per_micro_batch(train: TrainConfig, world_size: int = 1) -> int:
 
 
 def smaller_micro_batches(train: TrainConfig, world_size: int = 1) -> dict[int, int]:
-    """Returns the values of `train.accumulate` from the present one on, each with its rows per micro-batch.
+    """Returns values of `train.accumulate`, from the current one upwards, with their rows per micro-batch.
 
-    In descending order of rows, which differ, down to one row where the ranks permit it.
+    Values that give the same number of rows as a smaller one are left out. The last gives one row, if the ranks permit.
     """
-    most = train.batch_size // (world_size if train.sharding == "full" else 1)
-    values = (n for n in range(train.num_micro_batches, most + 1) if train.batch_size % n == 0)
+    max_count = train.batch_size // (world_size if train.sharding == "full" else 1)
+    values = (n for n in range(train.num_micro_batches, max_count + 1) if train.batch_size % n == 0)
     rows = {n: rows_per_micro_batch(replace(train, accumulate=n), world_size) for n in values}
     return {n: rows[n] for n in rows if not any(rows[m] == rows[n] for m in rows if m < n)}
 
@@ -45,13 +45,13 @@ class Division:
     Args:
         rows: Its rows, numbered within the step.
         groups: The micro-batches of each of its groups, as nonempty ranges of rows.
-        own: Indices of its groups.
+        local_groups: Indices of its groups.
         num_groups: Number of groups on all ranks.
     """
 
     rows: range
     groups: tuple[tuple[range, ...], ...]
-    own: range
+    local_groups: range
     num_groups: int
 
     @classmethod
@@ -72,14 +72,14 @@ class Division:
                 f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
                 f"is less than {world_size} ranks times train.accumulate = {train.num_micro_batches}"
             )
-        own = nth_part(count, rank, world_size)
+        local = nth_part(count, rank, world_size)
         return cls(
             rows=nth_part(train.batch_size, rank, world_size),
             groups=tuple(
                 _micro_batches(nth_part(train.batch_size, group, count), train.num_micro_batches * num_processes)
-                for group in own
+                for group in local
             ),
-            own=own,
+            local_groups=local,
             num_groups=count,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from electra_fast.distributed.division import Division
 from electra_fast.distributed.world import World
 
-# Floats per cache line, to which each tensor is aligned.
+# Floats per cache line. Each tensor starts at a multiple of it.
 _ALIGNMENT = 16
 
 
@@ -66,7 +66,7 @@ class GradientBuffer:
         _tree_sum(self._buffer_GN.unbind())
 
     def reduce(self) -> None:
-        """Sums over all ranks, by collectives that may stay outside a CUDA graph."""
+        """Sums over all ranks with collectives, which may run outside a CUDA graph."""
         if self._world.size == 1:
             return
         if not self._is_exact:
@@ -77,7 +77,7 @@ class GradientBuffer:
         self._world.all_gather_into(parts_RN[0], self.flat_N)
 
     def discard(self, skipped: Tensor) -> None:
-        """Zeroes the gradients, even nan, if a scalar is 1."""
+        """Zeroes the gradients, including nan, if the scalar `skipped` is 1."""
         self.flat_N.masked_fill_(skipped > 0, 0.0)
 
     def hand_over(self) -> None:

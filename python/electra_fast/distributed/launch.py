@@ -39,7 +39,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
-        """Reads torchrun's variables. With `WORLD_SIZE=1`, every process trains a model of its own.
+        """Reads torchrun's variables. With `WORLD_SIZE=1`, every process trains a separate model.
 
         Args:
             environ: Environment variables; empty ones count as unset: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -51,12 +51,12 @@ class Launch:
         """
         if not environ.get("WORLD_SIZE"):
             tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-            if tasks not in ("", "0", "1"):  # of srun's; a batch script is one task
-                raise InputError(f"srun has started {tasks} tasks, each of which would train on its own: {REMEDY}")
+            if tasks not in ("", "0", "1"):  # set by srun; a batch script is one task
+                raise InputError(f"srun has started {tasks} tasks, and each would train a separate model; {REMEDY}")
             if environ.get("RANK", "0") in ("", "0"):
                 return cls()
             raise InputError(
-                f"RANK = {environ['RANK']} without WORLD_SIZE: set both, or neither to train on one device"
+                f"RANK = {environ['RANK']}: WORLD_SIZE is not set; set both, or neither to train on one device"
             )
         world_size = _integer(environ, "WORLD_SIZE", 1)
         launcher = "torchrun" if environ.get(_RUN_ID) else "env"
@@ -83,7 +83,7 @@ def is_restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise InputError(f"{name} is not set, though this is one of several ranks: {REMEDY}")
+        raise InputError(f"{name} is not set, but this is one of several ranks; {REMEDY}")
     return environ[name]
 
 

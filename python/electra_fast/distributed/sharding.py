@@ -23,7 +23,7 @@ from electra_fast.objectives.objective import Forward, MicroBatch, Output, Predi
 
 
 class ObjectiveModule(nn.Module):
-    """Runs an objective's forward pass as its own, around which FSDP gathers and drops parameters.
+    """Runs an objective's forward pass as a module's, so that FSDP gathers and drops parameters around it.
 
     `Electra` cannot be the root, since objectives call its parts and read its parameters but never call it.
     """
@@ -67,8 +67,8 @@ def shard_model(model: Electra, mesh: DeviceMesh) -> ObjectiveModule:
         mesh: All processes in one dimension: `init_device_mesh(device.type, (num_processes,))`.
     """
     root = ObjectiveModule(model)
-    layers = [module for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]  # shared ones once
-    # Norms that layers take from the next one (`modernbert`): those of an encoder are gathered together.
+    layers = [module for module in model.modules() if isinstance(module, BertLayer | ModernLayer)]  # shared layers once
+    # In `modernbert`, a layer uses the next layer's norm. The norms of an encoder are gathered together.
     encoders = [module for module in model.modules() if isinstance(module, Encoder) and module.output_norm is not None]
     norms = [encoder.norms[:-1] for encoder in encoders if len(encoder.layers) > 1]
     for group in norms:

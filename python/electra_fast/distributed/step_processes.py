@@ -1,9 +1,9 @@
-"""A CPU step shared by several processes, each with rows and cores of its own.
+"""A CPU step shared by several processes. Each has its rows and cores.
 
-OpenMP divides every operation, and its threads wait for each other thousands of times per step: by spinning, which is
-ruinous next to other processes, or by sleeping, which takes longer than small operations. Threads with rows of their
-own would share Python's lock and torch's random generator. Processes share only parameters, moments and gradients, and
-wait for each other three times per step (bench/LOG.md).
+OpenMP divides every operation, and its threads wait for each other thousands of times per step. They either spin, which
+is slow if other processes use the same cores, or sleep, which takes longer than a small operation. If each thread had
+its rows instead, all would share Python's lock and torch's random generator. Processes share only parameters, moments
+and gradients, and wait for each other three times per step (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from electra_fast.optimizers.optimizer import Optimizer, global_norm
 
 # Each worker process takes some 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
-# Time without an answer after which a worker is reported: if it is suspended, and otherwise.
+# Seconds without an answer before a worker is reported: a suspended one, and any other.
 _SUSPENDED_SECONDS = 3
 _PATIENCE_SECONDS = 60
-# Floats per cache line, to which each shared tensor is aligned.
+# Floats per cache line. Each shared tensor starts at a multiple of it.
 _ALIGNMENT = 16
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD = -1
@@ -68,7 +68,7 @@ class GradientComputation(ABC):
         """Adds this process's part to the parameters' gradients; returns metric totals."""
 
     def enter(self, step: int) -> bool:
-        """Prepares for a step. Returns whether it trains other parameters than the step before."""
+        """Prepares for a step. Returns whether it trains other parameters than the previous step."""
         return False
 
 
@@ -89,9 +89,9 @@ def choose_num_processes(config: Config, device: torch.device) -> int:
 
 
 def max_processes(device: torch.device) -> int:
-    """Returns how many processes can share a step: the number of torch's threads, up to `MAX_PROCESSES`.
+    """Returns the number of processes that can share a step: the number of torch's threads, up to `MAX_PROCESSES`.
 
-    1 on devices other than the CPU, and on systems without anonymous files (which Linux has).
+    It is 1 on devices other than the CPU, and on systems without anonymous files. Linux has them.
     """
     if device.type != "cpu" or not hasattr(os, "memfd_create"):
         return 1
@@ -101,7 +101,7 @@ def max_processes(device: torch.device) -> int:
 class _Worker:
     """One process's part of a step: the rows whose gradients it computes, and the parameters that it updates.
 
-    The model's parameters and the optimizer's moments move to shared memory, of which `memory` is the descriptor.
+    The model's parameters and the optimizer's moments move to shared memory. `memory` is its file descriptor.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class _Worker:
         optimizer.divide(rank, num_processes)
 
     def run(self, wait: Callable[[], None]) -> tuple[list[dict[str, Any]], Tensor]:
-        """Takes the step that `backward` and `optimizer` are prepared for; calls `wait` as a barrier.
+        """Runs the step that `backward` and `optimizer` were prepared for, and calls `wait` as a barrier.
 
-        Returns the metric totals of its micro-batches, and the norm of all gradients. Gradients are added in the order
-        of the processes, so that results are deterministic.
+        Returns the metric totals of its micro-batches, and the norm of all gradients. Gradients are added in rank
+        order, so results are deterministic.
         """
         optimizer = self.optimizer
         optimizer.zero_grad()
@@ -194,8 +194,8 @@ class StepProcesses:
     """Worker processes that share steps with the calling process.
 
     They end with this object, with `close`, or with the calling process, however that ends. The model's parameters and
-    the optimizer's moments move to shared memory, so that all processes see what is copied to them. `backward` computes
-    the gradients of the calling process, the first; `work` describes the steps to the others.
+    the optimizer's moments move to shared memory, so all processes see values that are copied to them. `backward`
+    computes the gradients of the calling process, the first; `work` describes the steps to the others.
     """
 
     def __init__(self, backward: GradientComputation, optimizer: Optimizer, work: Work, num_processes: int) -> None:
@@ -227,7 +227,7 @@ class StepProcesses:
         self._send((batch, step, lr_scale, optimizer.num_updates, optimizer.num_loads))
 
     def run(self) -> tuple[list[dict[str, Any]], Tensor]:
-        """Runs the calling process's part of the step, after its batch and the optimizer's scalars are set.
+        """Runs the calling process's part of the step. Its batch and the optimizer's scalars must be set already.
 
         Returns the metric totals of all micro-batches and the gradients' norm. Raises TrainingFailed if a worker has
         died, and Interrupted if a stop is requested while a worker does not answer.
@@ -235,10 +235,10 @@ class StepProcesses:
         try:
             torch.set_num_threads(self._num_threads)
             totals, norm = self._worker.run(self._wait)
-            for each in self._receive():
-                totals += each
+            for worker_totals in self._receive():
+                totals += worker_totals
         except BaseException:
-            self.close()  # a worker may still send an answer that nobody would read
+            self.close()  # a late answer of a worker must not be read as the answer to a later step
             raise
         finally:
             torch.set_num_threads(self._num_cores)
@@ -269,7 +269,7 @@ class StepProcesses:
 
 
 def _views(memory: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors like these in consecutive memory, each aligned to a cache line."""
+    """Returns tensors of the same shapes in consecutive memory, each aligned to a cache line."""
     sizes = [math.ceil(tensor.numel() / _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     os.ftruncate(memory, 4 * sum(sizes))
     flat = torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.float32)
@@ -300,7 +300,7 @@ class _Link(Connection):
         """Waits until the connection is readable or writable. Raises Interrupted if that delays a requested stop."""
         poll = select.poll()
         seconds = 0
-        is_named = False
+        is_reported = False
         poll.register(self.fileno(), event)
         while not poll.poll(1000):
             seconds += 1
@@ -311,8 +311,8 @@ class _Link(Connection):
             if (number := requested_stop()) and (is_suspended or seconds >= limit):
                 lost = "the step cannot be finished, so no checkpoint was written"
                 raise Interrupted(number, f"interrupted; {who} {why}: {lost}; run again to resume from the last one")
-            if seconds >= limit and not is_named:
-                is_named = True
+            if seconds >= limit and not is_reported:
+                is_reported = True
                 remedy = f"`kill -CONT {self.process.pid}` resumes it"
                 if not is_suspended:
                     remedy = f"if it never answers, `kill -9 {self.process.pid}` ends the run, which you can resume"
@@ -332,7 +332,7 @@ def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Link]:
     ours.setblocking(False)
     link = _Link(ours.detach())
     link.errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the link
-    # The run handles stop signals and ends its workers, in which they stay blocked.
+    # Stop signals stay blocked in workers: the run handles them and ends its workers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         process = link.process = subprocess.Popen(
@@ -356,8 +356,8 @@ def _death(process: subprocess.Popen[bytes], link: _Link) -> TrainingFailed:
     errors = link.errors.read().decode(errors="replace")
     remedy = ""
     if lacked_memory(code, errors):
-        remedy = "; use fewer (OMP_NUM_THREADS=1: none) or a larger train.accumulate"
-    return TrainingFailed(f"a worker process ended ({describe_end(code, errors)}){remedy}; run again to resume")
+        remedy = "set OMP_NUM_THREADS=1 to train in one process, or raise train.accumulate; then "
+    return TrainingFailed(f"a worker process ended ({describe_end(code, errors)}); {remedy}run again to resume")
 
 
 def _end(processes: list[tuple[subprocess.Popen[bytes], _Link]]) -> None:
@@ -399,15 +399,15 @@ def _serve(connection: Connection, task: _Task) -> None:
         optimizer.set_step_scalars(lr_scale)
         backward.load(batch, step)
         totals, _ = worker.run(wait)
-        connection.send([{name: total.item() for name, total in each.items()} for each in totals])
+        connection.send([{name: total.item() for name, total in step_totals.items()} for step_totals in totals])
 
 
 def keep_freed_memory() -> None:
     """Lets this process reuse the memory that it frees.
 
     A step allocates and frees buffers of many megabytes. By default glibc returns them to the system, and the next
-    step faults in every page again, which takes a quarter of its time (bench/LOG.md). All threads share one arena,
-    since others never grow beyond 64 MB. Does nothing if the C library has no `mallopt`.
+    step faults in every page again, which takes a quarter of its time (bench/LOG.md). All threads use the main arena,
+    since other arenas never grow beyond 64 MB. Does nothing if the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -24,9 +24,9 @@ _HUNG = "hung"
 class Watchdog:
     """Threads that watch the waits of their process.
 
-    If a wait exceeds the timeout, all ranks, even one that hangs elsewhere, write the stacks of their threads to
-    `FOLDER/rank-R.txt` and end. The ranks' store is read through a separate connection, since requests of other threads
-    block theirs.
+    If a wait exceeds the timeout, all ranks, including any that hangs elsewhere, write the stacks of their threads to
+    `FOLDER/rank-R.txt` and end. The ranks' store is read through a separate connection, since on a shared one a request
+    waits for the requests of other threads.
     """
 
     def __init__(self, folder: Path, rank: int, store: Store, timeout_seconds: float) -> None:
@@ -37,16 +37,16 @@ class Watchdog:
         self._waits: list[tuple[str, float]] = []
         self._closed = threading.Event()
         self._is_ending = threading.Lock()
-        # Two threads, since a request to the store of a frozen rank never returns.
+        # Two threads: if the first rank is frozen, a request to its store never returns.
         watches = (self._watch_the_clock, self._watch_the_store)
         self._threads = [threading.Thread(target=watch, name="watchdog", daemon=True) for watch in watches]
         for thread in self._threads:
             thread.start()
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, event: str) -> Iterator[None]:
         """Watches a wait for other ranks; waits may be nested."""
-        self._waits.append((what, time.monotonic()))
+        self._waits.append((event, time.monotonic()))
         try:
             yield
         finally:
@@ -55,14 +55,14 @@ class Watchdog:
     def close(self) -> None:
         self._closed.set()
         for thread in self._threads:
-            # A thread inside torch must not outlive the interpreter, but one with an unanswered request cannot end.
+            # No thread may be inside torch when the interpreter exits, but one with an unanswered request cannot end.
             thread.join(2 * _INTERVAL)
 
     def _watch_the_clock(self) -> None:
         while not self._closed.wait(_INTERVAL):
-            for what, start in self._waits[-1:]:
+            for event, start in self._waits[-1:]:
                 if time.monotonic() - start > self._timeout:
-                    self._end(f"waited more than {self._timeout:g} s for {what}", sets_flag=True)
+                    self._end(f"waited more than {self._timeout:g} s for {event}", sets_flag=True)
 
     def _watch_the_store(self) -> None:
         while not self._closed.wait(_INTERVAL):
@@ -80,12 +80,12 @@ class Watchdog:
             return False
 
     def _end(self, reason: str, *, sets_flag: bool = False) -> None:
-        self._is_ending.acquire()  # never released, so that the other thread, which sees the flag, does not report too
+        self._is_ending.acquire()  # never released, so that the other thread does not report the flag too
         if sets_flag:
             threading.Thread(target=self._set_flag, daemon=True).start()
         try:
             stacks = f"stacks in {self._write_stacks(reason)}"
-        except OSError as error:  # only the first rank needs access to the run's folder
+        except OSError as error:  # ranks other than the first may have no access to the run's folder
             stacks = f"no stacks ({error})"
         line = f"electra-fast: error: rank {self._rank}: {reason}; {stacks}; start again to resume"
         with contextlib.suppress(OSError):

@@ -40,18 +40,18 @@ _MEETING_SECONDS = 300.0
 _TRY_SECONDS = 5.0
 # Length of a turn of a long wait, shorter than any timeout of the watchdog.
 _TURN_SECONDS = 0.5
-# Key of the address of the first rank's store in that of torchrun.
+# Key in torchrun's store of the address of the first rank's store.
 _KEY = "electra-fast"
-# Matches torch's errors about lost ranks; other errors are this rank's own.
+# Matches torch's errors about lost ranks; other errors are about this rank.
 _LOST = re.compile(r"onnection|closed|reset by peer|[Tt]imed out|[Tt]imeout|Broken pipe|remote|[Ss]ocket|NCCL.*abort")
 
 
 class Rendezvous:
-    """The first rank's store, to which each rank can make several connections.
+    """The first rank's store. Each rank can open several connections to it.
 
-    Torchrun's own store outlives the ranks: after a restart it still has the keys of lost ranks, for which new ones
-    would wait (pytorch issue 135712). So it only holds the address of the first rank's store, which that rank keeps as
-    `served`. A connection is waited for up to `seconds`.
+    Torchrun's store outlives the ranks: after a restart it still has the keys of lost ranks, and new ranks would wait
+    for them (pytorch issue 135712). So it only holds the address of the first rank's store, which that rank keeps as
+    `served`. Connecting takes at most `seconds`.
     """
 
     def __init__(self, address: str, port: int, seconds: float, served: Store | None = None) -> None:
@@ -77,12 +77,12 @@ class Rendezvous:
             try:
                 _connect(rendezvous._address, rendezvous._port, _TRY_SECONDS)
                 return rendezvous
-            except RuntimeError:  # the store of an earlier attempt; the first rank has not yet set its own
+            except RuntimeError:  # the address is of an earlier attempt; the first rank has not set the new one yet
                 if time.monotonic() > end:
                     raise
 
     def connect(self) -> Store:
-        """Returns a new connection, which does not wait for requests on others."""
+        """Returns a new connection, which does not wait for requests on other connections."""
         return _connect(self._address, self._port, self._seconds)
 
 
@@ -115,7 +115,7 @@ class World:
     def join(cls, launch: Launch, folder: Path, timeout_seconds: float, *, has_gpu: bool = True) -> Iterator[Self]:
         """Joins the processes of a launcher, all of which must enter this context.
 
-        `folder` is the run's, for stacks of ranks that wait too long. With `has_gpu`, this rank takes a GPU if the
+        Ranks that wait too long write their stacks to the run's `folder`. With `has_gpu`, this rank takes a GPU if the
         machine has any.
 
         Raises TrainingFailed if the ranks do not meet, and later if one is lost.
@@ -154,15 +154,15 @@ class World:
         except (RuntimeError, ValueError) as error:
             raise TrainingFailed(
                 f"rank {self.rank}: the {self.size} ranks did not meet at {launch.address}:{launch.port}: "
-                f"{_first_line(error)}; start all of them within {_MEETING_SECONDS / 60:.0f} minutes, on machines "
-                "that reach this address"
+                f"{_first_line(error)}; start all ranks within {_MEETING_SECONDS / 60:.0f} minutes, on machines that "
+                "can connect to this address"
             ) from None
         return rendezvous
 
     def _find_node_ranks(self) -> None:
         """Creates a group of the ranks of each machine, if all machines have equally many."""
         hosts = self.all_gather_object(socket.gethostname())
-        machines = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
+        machines = [[rank for rank, host in enumerate(hosts) if host == machine] for machine in dict.fromkeys(hosts)]
         if len({len(ranks) for ranks in machines}) > 1:
             return
         for ranks in machines:
@@ -179,10 +179,10 @@ class World:
         """Gathers fp64 host tensors of the same shape from all ranks; [...] → [ranks, ...]."""
         if self.size == 1:
             return values[None]
-        found = torch.empty(self.size * values.numel(), dtype=values.dtype)
+        gathered = torch.empty(self.size * values.numel(), dtype=values.dtype)
         with self.waiting("the other ranks' flags of a step"):
-            dist.all_gather_into_tensor(found, values.flatten())
-        return found.view(self.size, *values.shape)
+            dist.all_gather_into_tensor(gathered, values.flatten())
+        return gathered.view(self.size, *values.shape)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replaces a tensor by its sum over the ranks, bitwise equal on all."""
@@ -190,39 +190,39 @@ class World:
             with self.waiting("a sum over the ranks"):
                 dist.all_reduce(tensor)
 
-    def all_gather_into(self, own: Tensor, out: Tensor) -> None:
+    def all_gather_into(self, local: Tensor, out: Tensor) -> None:
         """Concatenates flat tensors of one size in rank order; [n], [ranks * n]."""
         with self.waiting("the other ranks' tensors"):
-            dist.all_gather_into_tensor(out, own)
+            dist.all_gather_into_tensor(out, local)
 
-    def all_gather_in_node(self, own: Tensor, out: Tensor) -> None:
-        """Does `all_gather_into` among the ranks of this machine; [n], [node_ranks * n]."""
+    def all_gather_in_node(self, local: Tensor, out: Tensor) -> None:
+        """As `all_gather_into`, among the ranks of this machine; [n], [node_ranks * n]."""
         with self.waiting("the tensors of this machine's ranks"):
-            dist.all_gather_into_tensor(out, own, group=self._node_group)
+            dist.all_gather_into_tensor(out, local, group=self._node_group)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Sends row r to rank r; returns the rows received, in rank order; [ranks, n] → [ranks, n]."""
-        found = torch.empty_like(tensor)
+        received = torch.empty_like(tensor)
         with self.waiting("the other ranks' tensors"):
-            dist.all_to_all_single(found.view(-1), tensor.view(-1))
-        return found
+            dist.all_to_all_single(received.view(-1), tensor.view(-1))
+        return received
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.size > 1:
             with self.waiting("the first rank's tensors"):
                 dist.broadcast(tensor.detach(), 0)
 
-    def all_gather_object(self, own: Any) -> list[Any]:
+    def all_gather_object(self, local: Any) -> list[Any]:
         """Gathers an object from each rank, in rank order."""
         if self.size == 1:
-            return [own]
-        found: list[Any] = [None] * self.size
+            return [local]
+        gathered: list[Any] = [None] * self.size
         with self.waiting("the other ranks' reports"):
-            dist.all_gather_object(found, own)
-        return found
+            dist.all_gather_object(gathered, local)
+        return gathered
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Runs a function on the first rank and returns its result on all. Its error ends the other ranks silently."""
+        """Runs a function on the first rank and returns its result on all ranks. An error ends the others silently."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [None, False]
@@ -277,13 +277,13 @@ class World:
         return init_device_mesh(device_type, (self.size,))
 
     @contextlib.contextmanager
-    def watched(self, what: str) -> Iterator[None]:
+    def watched(self, event: str) -> Iterator[None]:
         """Watches work in which ranks wait for each other: ends the process if it takes too long.
 
         Raises TrainingFailed if another rank is lost.
         """
         try:
-            with self._watchdog.waiting(what) if self._watchdog else contextlib.nullcontext():
+            with self._watchdog.waiting(event) if self._watchdog else contextlib.nullcontext():
                 yield
         except RuntimeError as error:
             if self.size == 1 or not _LOST.search(str(error)):
@@ -294,11 +294,11 @@ class World:
             ) from None
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Watches a pure wait, and counts its time."""
+    def waiting(self, event: str) -> Iterator[None]:
+        """Watches a wait without work, and adds its duration to `wait_seconds`."""
         start = time.perf_counter()
         try:
-            with self.watched(what):
+            with self.watched(event):
                 yield
         finally:
             self.wait_seconds += time.perf_counter() - start
@@ -311,7 +311,7 @@ def _device_number(launch: Launch) -> int:
         return 0
     if launch.local_world_size > num_devices:
         raise InputError(
-            f"{launch.local_world_size} ranks on a machine with {num_devices} GPUs; start one rank per GPU"
+            f"{launch.local_world_size} ranks were started on a machine with {num_devices} GPUs; start one rank per GPU"
         )
     return launch.local_rank
 

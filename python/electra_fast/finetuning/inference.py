@@ -19,7 +19,7 @@ from electra_fast.errors import InputError, is_out_of_memory
 from electra_fast.finetuning.batches import PackedBatch, pack
 from electra_fast.finetuning.encoding import EncodedExamples
 from electra_fast.finetuning.model import EncoderWithHead, Inputs
-from electra_fast.hardware.kernel_choice import settle_encoder
+from electra_fast.hardware.kernel_choice import resolve_encoder
 from electra_fast.hardware.settings import faster_precision, shortest_times, times_text
 from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import fastest_matmul
@@ -137,5 +137,5 @@ def choose_inference(model: EncoderWithHead, device: torch.device, precision: st
         chosen = faster_precision(seconds)
         note = f"precision = auto: {chosen} ({len(encoded.ids)} tokens take {times_text(seconds)})"
     rows = (_SAMPLE_LENGTH, BATCH_TOKENS[device.type] // _SAMPLE_LENGTH)
-    compute, lines = settle_encoder(shape, compute_in(chosen), device, *rows)
+    compute, lines = resolve_encoder(shape, compute_in(chosen), device, *rows)
     return Inference(model, compute, casts=_casts(model, compute, device)), "; ".join(filter(None, [note, *lines]))

@@ -1,1 +1,1 @@
-"""What depends on the device: settings that are chosen on it, kernels, memory, FLOPs, CUDA graphs."""
+"""Everything that depends on the device: settings chosen for it, kernels, memory, FLOPs, CUDA graphs."""

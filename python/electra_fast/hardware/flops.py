@@ -1,4 +1,4 @@
-"""FLOPs of a training run: the published count, to the digit, and the true one.
+"""FLOPs of a training run: the published count, reproduced exactly, and the true count.
 
 The published count (appendix E of the paper, `flops_computation.py` of its code) is for comparison with published
 totals. It counts embedding lookups as dense products and the backward pass like the forward pass, so MFU must not be
@@ -43,21 +43,21 @@ class Flops:
 def flops_per_token(config: Config, stages: Sequence[Stage] | None = None, *, of_all_tokens: bool = False) -> Flops:
     """Returns the true FLOPs per token of training the objective's networks.
 
-    A multiply-add counts as two operations, the backward pass as two forward passes, attention over the row length or
-    the local window, lookups as nothing, and each head for its fraction of the tokens. Shared embeddings count as
-    trained also in steps of `objective.generator_first`: the head computes their gradient.
+    A multiply-add counts as two operations, and the backward pass as two forward passes. Attention counts over the row
+    length or the local window, lookups do not count, and each head counts for its fraction of the tokens. Shared
+    embeddings also count as trained during `objective.generator_first`, since the head computes their gradient.
 
     Args:
         config: The run's configuration.
         stages: Stages over whose steps to average; by default the whole run.
-        of_all_tokens: Counts last layers as if they computed all tokens, also where masked ones alone are needed.
+        of_all_tokens: Counts last layers as if they computed all tokens, even if only masked tokens are needed.
     """
     stages = stages or objective_of(config).stages()
     length = config.data.sequence_length
     num_steps = sum(stage.num_steps for stage in stages)
     parts = dict.fromkeys(asdict(Flops()), 0.0)
     for stage in stages:
-        share = stage.num_steps / num_steps
+        fraction = stage.num_steps / num_steps
         for role, network in stage.objective.networks().items():
             backward = 2 if network.is_trained else 0
             cost = _encoder(network.shape, length)
@@ -67,11 +67,11 @@ def flops_per_token(config: Config, stages: Sequence[Stage] | None = None, *, of
                 head.is_of_masked for head in network.heads.values()
             ):  # `Electra.hidden` with slots
                 cost -= (1 - config.data.mask_prob) * _after_attention(network.shape)
-            parts[role] += share * (1 + backward) * cost
+            parts[role] += fraction * (1 + backward) * cost
             head_part = role if role == "discriminator" else f"{role}_head"
             for head in network.heads.values():
                 cost = _head(head.kind, network.shape) * (config.data.mask_prob if head.is_of_masked else 1)
-                parts[head_part] += share * (head.num_forward + backward) * cost
+                parts[head_part] += fraction * (head.num_forward + backward) * cost
     return Flops(**parts)
 
 
@@ -91,9 +91,9 @@ def _after_attention(shape: ModelConfig) -> int:
 
 
 def _deberta_encoder(shape: ModelConfig, config: Config, *, is_decoder: bool) -> float:
-    """Adds scores of contents with distances, whose queries and keys are computed once per micro-batch.
+    """Returns forward FLOPs per token, with the scores of contents with distances.
 
-    With `is_decoder`, the last layer counts twice.
+    Queries and keys of distances are computed once per micro-batch. With `is_decoder`, the last layer counts twice.
     """
     length = config.data.sequence_length
     train = config.train
@@ -112,7 +112,7 @@ def _projection(shape: ModelConfig) -> int:
 
 
 def _head(kind: str, shape: ModelConfig) -> int:
-    """Returns a head's forward FLOPs per token that it predicts."""
+    """Returns a head's forward FLOPs per predicted token."""
     hidden = shape.hidden_size
     width = shape.embedding_size
     is_plain = shape.heads == "plain"
@@ -145,7 +145,7 @@ class _Published:
     v: int = PUBLISHED_VOCABULARY
 
     def layer(self) -> int:
-        """Returns a layer's forward FLOPs per token; the norm after attention counts 5 in total, as published."""
+        """Returns a layer's forward FLOPs per token. The norm after attention counts 5 in total, as published."""
         h = self.h
         i = self.i
         s = self.s
@@ -154,7 +154,7 @@ class _Published:
         return attention + 4 * h * i + 9 * i + h + 4 * h + h + 5 * h
 
     def embedding(self) -> int:
-        """Returns the FLOPs of lookups as dense products, sum, norm, dropout and projection."""
+        """Returns the FLOPs of lookups (as dense products), sum, norm, dropout and projection."""
         e = self.e
         h = self.h
         return 2 * e * self.v + 2 * e * (self.s + 2) + 11 * e + (2 * h * e + h if e != h else 0)
@@ -174,10 +174,10 @@ class _Published:
 
 
 def published_training_flops(config: Config) -> float | None:
-    """Returns the published count of a `bert` configuration with dense heads; None for others.
+    """Returns the published count of a `bert` configuration with dense heads; None for other configurations.
 
     The published script covers `electra` and `mlm`. For other objectives, its formulas are applied to their networks
-    and heads: frozen networks run forward only, and a head on all tokens counts for all.
+    and heads: frozen networks only run forward, and a head on all tokens counts for all tokens.
     """
     if config.model.architecture != "bert" or config.model.heads != "dense":
         return None
@@ -200,7 +200,7 @@ def published_training_flops(config: Config) -> float | None:
             heads += (head.num_forward + backward) * published.head(head.kind, fraction)
         return published.train(config.train.batch_size, num_steps, heads, 1 + backward)
 
-    # The discriminator first, in the published script's order of addition.
+    # The discriminator comes first, in the published script's order of addition.
     return sum(
         total(network, stage.num_steps)
         for stage in objective_of(config).stages()
@@ -209,7 +209,7 @@ def published_training_flops(config: Config) -> float | None:
 
 
 def objectives_report(config: Config) -> dict[str, dict[str, float | None]]:
-    """Returns each objective's FLOPs per token, and their ratios to `electra`: true and, if known, published.
+    """Returns each objective's FLOPs per token and the ratio to `electra`, true and, if known, published.
 
     Values are None for objectives that the configuration does not allow.
     """
@@ -229,14 +229,14 @@ def _counts(config: Config, name: str) -> tuple[float | None, float | None]:
     """Returns the true count per token and the published total of a configuration with another objective."""
     try:
         other = config.with_objective(name)
-    except InputError:  # such as a single step, too few for two stages
+    except InputError:  # for example, a single step is too few for two stages
         return None, None
     return flops_per_token(other).total, published_training_flops(other)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FlopCount(Result):
-    """The result of `flops`: both counts, per token and in total; published ones may be None."""
+    """The result of `flops`: both counts, per token and in total. Published counts may be None."""
 
     published_total: float | None
     published_per_token: float | None
@@ -252,7 +252,7 @@ class FlopCount(Result):
 
 
 def flops(config: Config | str | os.PathLike[str] | None = None) -> FlopCount:
-    """Counts the FLOPs of a training run: the published count of the paper's code, and the true one.
+    """Counts the FLOPs of a training run: the published count of the paper's code, and the true count.
 
     Args:
         config: The run's configuration, or its TOML file; `Config()` by default.

@@ -19,7 +19,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Preparation:
-    """A capture or a compilation: before which step, its seconds, and why it was needed again."""
+    """A capture or a compilation: the step that it preceded, its seconds, and the reason if it was repeated."""
 
     step: int
     seconds: float
@@ -28,7 +28,7 @@ class Preparation:
 
 @dataclass
 class _Runs(Generic[T]):
-    """The runs on tensors of one shape: the number of eager ones, then what is replayed and the outputs."""
+    """The runs on tensors of one shape: the number of eager runs, the functions to replay, and the outputs."""
 
     num_eager: int = 0
     replays: list[Callable[[], None]] = field(default_factory=list)
@@ -38,21 +38,21 @@ class _Runs(Generic[T]):
 class GraphRunner(Generic[T]):
     """Runs a function on tensors at fixed addresses: eagerly at first, then captured in CUDA graphs and replayed.
 
-    The function is written as if it always ran eagerly. It never synchronizes with the host, and hands what a graph
-    must not hold, such as collectives, to `outside`. The outputs of a replay are the tensors of the capture.
+    The function is written as if it always ran eagerly. It never synchronizes with the host, and passes work that a
+    graph must not contain, such as collectives, to `outside`. The outputs of a replay are the tensors of the capture.
 
-    All graphs share one memory pool, so they take as much memory as the largest of them: what a capture frees, a later
-    one uses again. That is safe because replays follow one another on one stream, each graph writes its intermediate
-    results before it reads them, and what outlives a run is allocated elsewhere, in the eager runs or by the caller.
-    The outputs alone are read after a replay, and that of another graph may overwrite them: copy them within
-    `on_stream`, before the next `run`.
+    All graphs share one memory pool, so together they need only the memory of the largest: a capture reuses memory that
+    an earlier one freed. This is safe because replays run one after another on one stream, each graph writes its
+    intermediate results before it reads them, and tensors that outlive a run are allocated elsewhere, in the eager runs
+    or by the caller. Only the outputs are read after a replay, and the replay of another graph may overwrite them: copy
+    them within `on_stream`, before the next `run`.
 
     Args:
-        device: The device that it runs on.
+        device: The device to run on.
         captures: Capture after `WARM_UP` eager runs; on CUDA only.
 
-    `captures` lists the captures of all graphs. `stream` is a CUDA stream of its own, since what runs before a capture
-    must run where the capture does; None on a CPU. `captures_graphs` is False where all runs are eager.
+    `captures` lists the captures of all graphs. `stream` is a separate CUDA stream, since the runs before a capture
+    must use the same stream as the capture; None on a CPU. `captures_graphs` is False if all runs are eager.
     """
 
     def __init__(self, device: torch.device, captures: bool) -> None:
@@ -69,7 +69,7 @@ class GraphRunner(Generic[T]):
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes `stream` the current one, after what the caller's stream does."""
+        """Makes `stream` current. Its work starts after all earlier work on the caller's stream."""
         if self.stream is None:
             yield
             return
@@ -86,9 +86,9 @@ class GraphRunner(Generic[T]):
         """Runs, captures or replays the function; call it within `on_stream`.
 
         Args:
-            function: Takes no arguments; the same one in each call.
+            function: A function without arguments, the same in each call.
             step: The step's number, for `captures`.
-            key: Identifies tensors at other addresses, which need graphs of their own.
+            key: Identifies tensors at other addresses, which need separate graphs.
         """
         runs = self._runs.setdefault(key, _Runs())
         if not self.captures_graphs or (not runs.replays and runs.num_eager < WARM_UP):
@@ -103,7 +103,7 @@ class GraphRunner(Generic[T]):
         return runs.outputs  # type: ignore[return-value]  # set by the capture
 
     def outside(self, *functions: Callable[[], None]) -> None:
-        """Runs functions eagerly: now, and between two graphs at each replay."""
+        """Runs functions eagerly: now, and at each replay between two graphs."""
         if self._replays is None:
             for function in functions:
                 function()
@@ -113,7 +113,7 @@ class GraphRunner(Generic[T]):
         self._begin_graph()
 
     def drop(self, reason: str) -> None:
-        """Drops all graphs, because their tensors are gone; the reason is that of the next capture."""
+        """Drops all graphs, because their tensors no longer exist. The next capture reports the reason."""
         self._reason = reason if any(runs.replays for runs in self._runs.values()) else ""
         self._runs.clear()
         self._pool = None  # torch frees a pool without graphs
@@ -138,10 +138,10 @@ class GraphRunner(Generic[T]):
 
 @contextlib.contextmanager
 def captured(stream: torch.cuda.Stream | None, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures into a CUDA graph, with memory of a pool (None: its own), what is launched inside.
+    """Captures the kernels launched in the block into a CUDA graph, with memory of `pool` (None: a new pool).
 
-    To free a graph or an event meanwhile invalidates the capture: garbage, as of an earlier training in this process,
-    is collected before. Other threads may use the device.
+    Freeing a graph or an event during the capture would invalidate it. So garbage, for example from an earlier training
+    in this process, is collected first. Other threads may use the device.
     """
     graph = torch.cuda.CUDAGraph()
     was_enabled = gc.isenabled()

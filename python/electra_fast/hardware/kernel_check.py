@@ -1,12 +1,12 @@
-"""Checks and times each operation of a run by each of its implementations: the work of a child process.
+"""Checks and times every implementation of each operation of a run, in a child process.
 
-The run's first rows pass through its networks by references. Before an operation runs for the first time at its
-width, its outputs and gradients are compared: those of each kernel and of the reference, both with the reference in
-fp32. So a kernel sees the run's own shapes and values, and its error is judged by the reference's own. `kernel_choice`
-starts the process, asks, and chooses; whatever a kernel does to its process, the run goes on.
+The run's first rows pass through its networks with the reference operations. Before an operation runs for the first
+time at its width, the outputs and gradients of each kernel and of the reference are compared with the reference in
+fp32. So a kernel is checked on the run's shapes and values, and its error is compared with the reference's error.
+`kernel_choice` starts the process, sends requests, and chooses. If a kernel crashes the process, the run continues.
 
-Requests and answers are pickled on a connection. An answer is what is about to be tried and a `Record`, many times,
-and then None.
+Requests and answers are pickled on a connection. An answer is a sequence of attempts, each followed by a `Record`, and
+ends with None.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from electra_fast.objectives.objective import MicroBatch, Objective, RngKey
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, choice_key, feed_forward_kernels, observe, use_choices, use_impl
 
-# A kernel's largest error may be this many times the reference's, plus roundings relative to the largest value: half
-# of the last place of its dtype, and those of fp32 sums over many tokens. On an H200 no kernel's error was above 1.0.
+# A kernel's largest error may be this many times the reference's, plus rounding errors relative to the largest value:
+# half of the last place of its dtype, and of fp32 sums over many tokens. On an H200, no kernel's error exceeded 1.0.
 ALLOWED = 2.0
 FP32_ROUNDING = 2e-5
-# Samples and comparisons may differ from fp32's where two candidates are nearly equal: as many times as often as the
-# reference's, plus this fraction.
+# Samples and comparisons may differ from fp32 if two candidates are nearly equal: ALLOWED times as often as the
+# reference's do, plus this fraction.
 ALLOWED_DIFFERENT = 2e-3
 REFERENCE = "reference"
 CALLS = "calls"
 STEP = "step"
 GRAPH = "graph"
 BRANCHES = "branches"
-# Operations by attention backends; their fourth argument is the mask, their sixth the dropout.
+# Operations of attention backends. Their fourth argument is the mask, the sixth the dropout.
 ATTENTION = ("self_attention", "disentangled_attention")
-# Follows the execution of a step that takes every operation's kernel, not what was chosen.
+# Suffix of the execution of a step that uses every operation's kernel instead of the chosen implementations.
 BY_KERNELS = " by kernels"
-# Micro-batches of a whole step, by execution: enough to warm up and capture, then those that are timed.
+# Micro-batches of a whole step per execution: first for warm-up and capture, then timed.
 WARM_UP_STEPS = 5
 TIMED_STEPS = 3
 # Executions of a step may differ by rounding, since flash attention sums in no fixed order.
@@ -66,21 +66,21 @@ TimeSteps = Callable[[Config, ComputeConfig, str, torch.device, int], tuple[list
 
 @dataclass(frozen=True)
 class Request:
-    """A question to the process.
+    """A request to the process.
 
     Args:
-        what: "attention", "operations" or "steps".
-        config: The run's, with its corpus; without one, rows are random.
-        objective: The class that the configuration names, which may come from outside this package.
+        kind: "attention", "operations" or "steps".
+        config: The configuration of the run. Without a corpus, rows are random.
+        objective: The class of `objective.name`, which may be defined outside this package.
         device: Device, such as "cuda:0".
-        compute: Dtype, and attention backend: that of the references, of operations, or of whole steps with `kernels`.
+        compute: Dtype and attention backend of the references, of operations, or of whole steps with `kernels`.
         num_rows: Rows to read.
         candidates: Attention backends or executions (also with `BY_KERNELS`); for operations, the attention backend.
-        known: What is recorded already, by operation and implementation.
+        known: Existing records, by operation and implementation.
         time_steps: Times whole steps, for "steps".
     """
 
-    what: str
+    kind: str
     config: Config
     objective: type[Objective]
     device: str
@@ -93,16 +93,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Record:
-    """A result: an operation by an implementation.
+    """A result for one implementation of an operation.
 
     Args:
         operation: `choice_key`, or "step".
-        implementation: "reference", a kernel, an attention backend or an execution; "calls" for their number alone.
-        milliseconds: Forward and backward pass, or a whole step; None if it did not run.
-        error: Its largest error over that which is allowed.
+        implementation: "reference", a kernel, an attention backend or an execution; "calls" for the number of calls.
+        milliseconds: Time of forward and backward pass, or of a whole step; None if it did not run.
+        error: Its largest error, divided by the allowed error.
         problem: The reason not to use it; empty if there is none.
         calls: Calls of the operation in a pass over the networks.
-        peak_bytes: Most memory allocated on the device by a whole step.
+        peak_bytes: Peak of the memory that a whole step allocates on the device.
     """
 
     operation: str
@@ -115,36 +115,38 @@ class Record:
 
     @property
     def is_right(self) -> bool:
-        """True if it ran and nothing is wrong."""
+        """True if it ran without a problem."""
         return self.milliseconds is not None and not self.problem
 
 
-Tell = Callable[[Record | tuple[str, str]], None]
+Report = Callable[[Record | tuple[str, str]], None]
 
 
 class Checker:
-    """Answers a request; `tell` receives each attempt before it is made, and each record."""
+    """Answers a request. `send` receives each attempt before it starts, and each record."""
 
-    def __init__(self, request: Request, tell: Tell) -> None:
+    def __init__(self, request: Request, send: Report) -> None:
         self.request = request
         self.known = dict(request.known)
-        self._send = tell
+        self._send = send
         self.device = torch.device(request.device)
         self.calls: dict[str, int] = {}
         self.batch: Mapping[str, Tensor] = {}
 
-    def tell(self, what: Record | tuple[str, str]) -> None:
-        """Sends an attempt or a record, which is then known."""
-        if isinstance(what, Record):
-            self.known[what.operation, what.implementation] = what
-        self._send(what)
+    def report(self, message: Record | tuple[str, str]) -> None:
+        """Sends an attempt or a record. A record is also added to `known`."""
+        if isinstance(message, Record):
+            self.known[message.operation, message.implementation] = message
+        self._send(message)
 
     def answer(self) -> None:
-        """Tells all records."""
+        """Sends all records."""
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # on which Triton launches, whatever the device of the tensors
+            torch.cuda.set_device(
+                self.device
+            )  # Triton launches on the current device, whatever the device of the tensors
         OBJECTIVES[self.request.config.objective.name] = self.request.objective
-        if self.request.what == "steps":
+        if self.request.kind == "steps":
             self._compare_steps()
             return
         while True:
@@ -159,7 +161,7 @@ class Checker:
                 self.calls = {}
             _free_memory()
         for operation, calls in self.calls.items():
-            self.tell(Record(operation, CALLS, calls=calls))
+            self.report(Record(operation, CALLS, calls=calls))
 
     def _pass_rows(self) -> None:
         request = self.request
@@ -174,15 +176,15 @@ class Checker:
         self.observe(model.to(self.device), torch.tensor([request.config.train.seed, 0], device=self.device))
 
     def observe(self, model: Electra, seed_and_step: Tensor) -> None:
-        """Passes the batch through the networks of all stages, by references, and checks what they call."""
+        """Passes the batch through the networks of all stages with references, and checks the operations they call."""
         request = self.request
         key = RngKey(seed_and_step)
-        with observe(self._observe_attention if request.what == "attention" else self._observe), use_impl("reference"):
+        with observe(self._observe_attention if request.kind == "attention" else self._observe), use_impl("reference"):
             for stage in objective_of(request.config).stages():
                 denominators = stage.objective.loss_denominators(self.batch)
                 stage.objective.forward(model, MicroBatch(self.batch, request.compute, key, denominators))
             if not request.config.data.corpus:
-                # An encoder outside of pre-training: the one operation that only the heads of its tasks may call.
+                # An encoder outside of pre-training: only the heads of its tasks may call dropout.
                 x_TD = torch.ones(self.batch["input_ids"].numel(), request.config.model.hidden_size, device=self.device)
                 ops.dropout(x_TD.requires_grad_(), Dropout(0.1, key.dropout_key(request.config.data.sequence_length)))
 
@@ -201,10 +203,10 @@ class Checker:
             mask: AttentionMask = args[3]
             key = call.key + (":local" if mask.window is not None else "")
             if self._is_first(key):
-                # Without dropout, whose masks are drawn by each backend in its own way.
+                # Without dropout, since each backend draws its masks in a different way.
                 args = (*args[:5], Dropout(), *args[6:])
                 masks = {backend: self._mask(backend, mask) for backend in self.request.candidates}
-                calls = {name: replace(call, args=(*args[:3], each, *args[4:])) for name, each in masks.items()}
+                calls = {name: replace(call, args=(*args[:3], masks[name], *args[4:])) for name in masks}
                 self._compare(key, replace(call, args=args), calls)
         return self._reference(call)
 
@@ -220,61 +222,61 @@ class Checker:
         return self.calls[key] == 1
 
     def _reference(self, call: Call) -> Any:
-        """A call's result, without what its backward pass would need, but requiring a gradient where it would."""
+        """Returns a call's result without the tensors saved for its backward pass. It requires a gradient as usual."""
         has_gradient = any(x.requires_grad for x in matrices((call.args, call.kwargs)))
         with torch.no_grad():
-            found = call.function(*call.args, **call.kwargs)
-        return _map(found, lambda x: x.detach().requires_grad_() if has_gradient and x.is_floating_point() else x)
+            result = call.function(*call.args, **call.kwargs)
+        return _map(result, lambda x: x.detach().requires_grad_() if has_gradient and x.is_floating_point() else x)
 
     def _compare(self, key: str, reference: Call, calls: Mapping[str, Call]) -> None:
-        """Tells the records of an operation's implementations."""
-        left = {name: call for name, call in calls.items() if (key, name) not in self.known}
+        """Sends the records of an operation's implementations."""
+        missing = {name: call for name, call in calls.items() if (key, name) not in self.known}
         known = self.known.get((key, REFERENCE))
-        if known and (known.problem or not left):  # without what a kernel is judged by, nothing can be said of it
+        if known and (known.problem or not missing):  # without a reference, kernels cannot be checked
             return
         with observe(None):
             if not known:
-                self.tell((key, REFERENCE))
+                self.report((key, REFERENCE))
             try:
                 with use_impl("reference"):
                     truth = [x.float() if x.is_floating_point() else x for x in reference.outcome(torch.float32)]
                     eager = reference.outcome()
                     if not known:
-                        self.tell(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
-            except Exception as error:  # this operation keeps to its reference
-                self.tell(Record(key, REFERENCE, problem=self._problem(error)))
+                        self.report(Record(key, REFERENCE, self._milliseconds(reference, must_capture=False)))
+            except Exception as error:  # the run uses the reference for this operation
+                self.report(Record(key, REFERENCE, problem=self._problem(error)))
                 return
-            for name, call in left.items():
-                self.tell((key, name))
+            for name, call in missing.items():
+                self.report((key, name))
                 with use_impl(None), use_choices({"*": "kernel", key: name}):
-                    self.tell(self._judge(Record(key, name), call, truth, eager))
+                    self.report(self._check(Record(key, name), call, truth, eager))
 
-    def _judge(self, record: Record, call: Call, truth: list[Tensor], eager: list[Tensor]) -> Record:
+    def _check(self, record: Record, call: Call, truth: list[Tensor], eager: list[Tensor]) -> Record:
         is_repeatable = not record.operation.startswith(ATTENTION)
         try:
-            found = call.outcome()
+            result = call.outcome()
             again = call.outcome() if is_repeatable else None
-            error = excess(found, eager, truth)
+            error = excess(result, eager, truth)
             if not math.isfinite(error):
-                return replace(record, problem="it gives nan, infinity, or results of another shape")
+                return replace(record, problem="its results have nan, infinity or another shape")
             record = replace(record, error=round(error, 4))
             if record.error > 1:
-                return replace(record, problem=f"its error is {record.error:.3g} times the allowed one")
-            if again is not None and not all(map(torch.equal, found, again)):
+                return replace(record, problem=f"its error is {record.error:.3g} times the allowed error")
+            if again is not None and not all(map(torch.equal, result, again)):
                 return replace(record, problem="two calls give different results")
             return replace(record, milliseconds=self._milliseconds(call, must_capture=True))
-        except Exception as error:  # of any kind: a kernel that fails must only not be used
+        except Exception as error:  # of any kind: a kernel that fails is not used
             return replace(record, problem=self._problem(error))
 
     def _problem(self, error: Exception) -> str:
-        """Returns what went wrong; raises the error again if fewer rows may help."""
+        """Returns a description of the error. Raises it again if fewer rows may help."""
         if is_out_of_memory(error):
             raise error
-        self._require_a_sound_device(error)
+        self._require_working_device(error)
         return _reason(error)
 
-    def _require_a_sound_device(self, error: Exception) -> None:
-        """Ends the process after an error that the CUDA context does not survive, such as an illegal access."""
+    def _require_working_device(self, error: Exception) -> None:
+        """Ends the process if an error, such as an illegal access, has made the CUDA context unusable."""
         if self.device.type == "cuda":
             try:
                 torch.zeros(1, device=self.device).cpu()
@@ -283,7 +285,7 @@ class Checker:
                 os._exit(3)
 
     def _milliseconds(self, call: Call, *, must_capture: bool) -> float:
-        """Time of a forward and backward pass: on a GPU the device's, in a CUDA graph, since Python's is longer."""
+        """Times a forward and backward pass. On a GPU, in a CUDA graph, since launching from Python takes longer."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             call.run()
@@ -314,32 +316,33 @@ class Checker:
         return sorted(times)[len(times) // 2]
 
     def _compare_steps(self) -> None:
-        """Tells time and memory of whole steps of one micro-batch, by execution."""
-        found: dict[str, dict[str, float]] = {}
+        """Sends time and memory of whole steps of one micro-batch, for each execution."""
+        all_totals: dict[str, dict[str, float]] = {}
         for execution in self.request.candidates:
             has_branches = execution == BRANCHES
             graph = self.known.get((STEP, GRAPH))
             if (STEP, execution) in self.known or (has_branches and graph is not None and not graph.is_right):
                 continue
-            self.tell((STEP, execution))
+            self.report((STEP, execution))
             try:
-                if has_branches and GRAPH not in found:
-                    found[GRAPH] = self._step(GRAPH)[1]
+                if has_branches and GRAPH not in all_totals:
+                    all_totals[GRAPH] = self._step(GRAPH)[1]
                 record, totals = self._step(execution)
             except Exception as error:
-                self._require_a_sound_device(error)
+                self._require_working_device(error)
                 record = Record(STEP, execution, problem=_reason(error))
                 totals = {}
-            # A branch that does not wait for what it reads would show in some bit.
+            # If a branch did not wait for its inputs, some bit of the totals would differ.
             is_exact = has_branches and is_repeatable(self.request.compute.attention, self.request.config.model)
-            expected = found[GRAPH] if is_exact and totals else next(iter(found.values()), {})
+            expected = all_totals[GRAPH] if is_exact and totals else next(iter(all_totals.values()), {})
             differ = [name for name in totals and expected if not _close(expected[name], totals[name], is_exact)]
             if differ:
-                other = "without branches" if is_exact else "eagerly"
-                record = replace(record, problem=f"{differ[0]} is {totals[differ[0]]:.9g}, not as {other}")
+                other = "without branches" if is_exact else "in eager execution"
+                values = f"{totals[differ[0]]:.9g}, but {expected[differ[0]]:.9g} {other}"
+                record = replace(record, problem=f"{differ[0]} is {values}")
             if totals:
-                found[execution] = totals
-            self.tell(record)
+                all_totals[execution] = totals
+            self.report(record)
 
     def _step(self, execution: str) -> tuple[Record, dict[str, float]]:
         request = self.request
@@ -361,7 +364,7 @@ class Checker:
 class Call:
     """A call of an operation, forward and backward, on copies of its arguments.
 
-    `dtype` is that of the activations, which `outcome` may replace.
+    `dtype` is the dtype of the activations, which `outcome` may replace.
     """
 
     name: str
@@ -373,15 +376,15 @@ class Call:
 
     @property
     def key(self) -> str:
-        """The `choice_key`."""
+        """The operation's `choice_key`."""
         return choice_key(self.name, next(matrices((self.args, self.kwargs)), None))
 
     @property
     def kernels(self) -> list[str]:
-        """The kernels that the operation has for these arguments; none where it would run as its reference anyway."""
+        """The operation's kernels for these arguments; empty if it would run as its reference anyway."""
         name = self.name
         args = self.args
-        if any(isinstance(each, Dropout) and not each.has_kernel for each in args):
+        if any(isinstance(arg, Dropout) and not arg.has_kernel for arg in args):
             return []
         if name in ("attention", *ATTENTION):
             return ["kernel"] if args[3].backend == "short" else []
@@ -392,7 +395,7 @@ class Call:
         return feed_forward_kernels(args[0], args[1].in_weight.shape[0]) if name == "feed_forward" else ["kernel"]
 
     def outcome(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Outputs and gradients; of floating-point tensors in `dtype`, if given."""
+        """Returns outputs and gradients, computed from floating-point tensors in `dtype` if it is not None."""
         outputs, gradients = self._run(dtype)
         return [x.detach() for x in outputs] + [x for x in gradients if x is not None]
 
@@ -430,7 +433,7 @@ class Call:
 
 @torch.no_grad()
 def _spread(model: Electra) -> None:
-    """Gives the parameters values as after training: products of unit scale, and biases that are not 0."""
+    """Gives the parameters values as they are after training: products of unit scale, and nonzero biases."""
     generator = torch.Generator().manual_seed(0)
     if model.proposal is not None:
         model.proposal.set_counts(torch.arange(1, model.num_entries + 1))
@@ -466,17 +469,17 @@ def random_batch(config: Config, num_rows: int) -> dict[str, Tensor]:
 
 
 def excess(
-    found: list[Tensor],
+    outputs: list[Tensor],
     eager: list[Tensor],
     truth: list[Tensor],
     allowed: float = ALLOWED,
     fp32_rounding: float = FP32_ROUNDING,
 ) -> float:
-    """Returns the largest error of `found` over that which is allowed, given the reference's results; inf for nan."""
-    if len(found) != len(truth):
+    """Returns the largest error of `outputs` divided by the allowed error, which depends on `eager`; inf for nan."""
+    if len(outputs) != len(truth):
         return float("inf")
     ratios = [0.0]
-    for ours, theirs, exact in zip(found, eager, truth, strict=True):
+    for ours, theirs, exact in zip(outputs, eager, truth, strict=True):
         if ours.shape != exact.shape or ours.dtype != theirs.dtype:
             return float("inf")
         if not exact.is_floating_point():
@@ -491,38 +494,38 @@ def excess(
 
 
 def _ramp(x: Tensor) -> Tensor:
-    """A gradient whose sum is not 0, or a bias' gradient would be nothing but rounding."""
+    """Returns a gradient whose sum is not 0. Otherwise, the gradient of a bias would be only rounding errors."""
     return torch.linspace(-0.5, 1, x.numel(), device=x.device).view(x.shape) if x.dim() else torch.ones_like(x)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], dtypes: Mapping[torch.dtype, torch.dtype] = {}) -> Any:  # noqa: B006  # not changed
-    """Changes the tensors and dtypes in tuples and dictionaries."""
+    """Returns a value with the tensors and dtypes in its tuples and dictionaries changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, torch.dtype):
         return dtypes.get(value, value)
     if isinstance(value, dict):
-        return {name: _map(each, change, dtypes) for name, each in value.items()}
+        return {name: _map(item, change, dtypes) for name, item in value.items()}
     if isinstance(value, tuple):
-        found = [_map(each, change, dtypes) for each in value]
-        return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+        items = [_map(item, change, dtypes) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in tuples and dictionaries."""
-    found: list[Tensor] = []
-    _map(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    yield from found
+    """Yields the tensors in tuples and dictionaries."""
+    collected: list[Tensor] = []
+    _map(value, lambda x: collected.append(x) or x)  # type: ignore[func-returns-value]
+    yield from collected
 
 
 def matrices(value: Any) -> Iterator[Tensor]:
-    """The floating-point matrices among them, the first of which gives an operation's width."""
+    """Returns the floating-point matrices in tuples and dictionaries. The first one has an operation's width."""
     return (x for x in tensors(value) if x.is_floating_point() and x.dim() > 1)
 
 
 def _free_memory() -> None:
-    """Returns to a GPU what earlier work has left behind, which a graph's pool could not take."""
+    """Returns cached memory to the GPU, since a graph's memory pool cannot use it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -534,18 +537,18 @@ def _close(a: float, b: float, is_exact: bool) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """An error's type and first line, which says if memory ran out."""
+    """Returns an error's type and first line, after "out of memory" if memory ran out."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    what = "out of memory, " if is_out_of_memory(error) else ""
-    return f"{what}{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    cause = "out of memory, " if is_out_of_memory(error) else ""
+    return f"{cause}{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def main(descriptor: int) -> None:
     """Answers the requests of a connection until it ends."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # they are the run's, which ends this process
+        signal.signal(number, signal.SIG_IGN)  # the run handles them and ends this process
     stop_with_parent(signal.SIGKILL)
-    os.set_inheritable(descriptor, False)  # a compiler's worker would keep it open
+    os.set_inheritable(descriptor, False)  # otherwise a compiler's worker would keep it open
     connection = Connection(descriptor)
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Memory of a training step on a GPU, counted before it runs, and the micro-batches that fit.
+"""The estimated memory of a training step on a GPU, and the number of micro-batches that fit.
 
-A forward pass on tensors without data (fake tensors) allocates as the real one does, for any objective, attention
-backend and choice of kernels. It takes less than a second at `base`, and needs neither memory nor a GPU.
+A forward pass on tensors without data (fake tensors) allocates like the real one, for any objective, attention backend
+and choice of kernels. It takes less than a second for `base`, and needs neither memory nor a GPU.
 
 Shapes: B rows, L row length.
 """
@@ -32,33 +32,33 @@ from electra_fast.objectives.objective import MicroBatch, RngKey, Stage
 from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.rules import RULES
 
-# Bytes per parameter. Both moments of AdamW and LAMB; Muon keeps the matrices' updates in place of second moments.
+# Bytes per parameter: both moments of AdamW and LAMB. For matrices, Muon stores updates instead of second moments.
 _OPTIMIZER_STATE = 8
-# Gradients in flight during the backward pass, relative to the activations of a forward pass that saves none: 1.33
-# at most, with `short` at three sizes in both architectures.
+# Peak size of gradients during the backward pass, relative to the activations of a forward pass without gradients: at
+# most 1.33, measured with `short` at three sizes in both architectures.
 _BACKWARD = 1.4
 # Libraries' workspaces, code of kernels, chunks of logits within the generator's head.
 _FIXED = 1 << 30
-# Of the free memory, the part that a step may take: caching allocators waste some.
-_SHARE = 0.9
+# Fraction of the free memory that a step may use, since caching allocators waste some.
+_USABLE = 0.9
 _GIB = 1 << 30
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make within the context: `now`, and the `peak`."""
+    """Counts the bytes of tensors that operations create within the context: current bytes (`now`) and the `peak`."""
 
-    def __init__(self, given: Iterable[Tensor]) -> None:
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in excluded}
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in tree_iter(found):
-            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in self._sizes:
-                self._add(each.untyped_storage())
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        for output in tree_iter(outputs):
+            if isinstance(output, Tensor) and output.untyped_storage()._cdata not in self._sizes:
+                self._add(output.untyped_storage())
+        return outputs
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -88,7 +88,7 @@ class StepMemory:
         self._world_size = world_size
         alike = BACKENDS[compute.attention].alike
         if alike and config.model.architecture == "deberta":
-            alike = "sdpa"  # which saves about as much: scores of all pairs of tokens, not of tokens and positions
+            alike = "sdpa"  # saves about as much: scores of all pairs of tokens instead of tokens and positions
         self._compute = replace(compute, attention=alike or compute.attention)
         with torch.device("meta"):
             self._model = Electra(config)
@@ -108,15 +108,15 @@ class StepMemory:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def forward(self, num_rows: int) -> tuple[int, int]:
-        """Returns what a micro-batch of `num_rows` rows saves for its backward pass, and what it needs without one.
+        """Returns the bytes that a micro-batch saves for its backward pass, and its peak bytes without gradients.
 
-        Both in bytes, without parameters and inputs; of the objective's stages, the one that saves most.
+        Both without parameters and inputs, for the stage of the objective that saves the most.
         """
         return max(self._forward(num_rows, stage) for stage in objective_of(self._config).stages())
 
     def _forward(self, num_rows: int, stage: Stage) -> tuple[int, int]:
         model = self._model.train().requires_grad_(True)
-        found = []
+        measured = []
         for name in stage.frozen:
             model.get_submodule(name).eval().requires_grad_(False)
         with self._mode, use_compute(self._compute):
@@ -124,13 +124,13 @@ class StepMemory:
             key = RngKey(self._empty(2, dtype=torch.int64), self._empty(dtype=torch.int64))
             denominators = stage.objective.loss_denominators(tensors)
             batch = MicroBatch(tensors, self._compute, key, denominators)
-            given = (*model.parameters(), *model.buffers(), *self._casts.copies, *tensors.values())
+            existing = (*model.parameters(), *model.buffers(), *self._casts.copies, *tensors.values())
             for with_gradients in (True, False):
-                with torch.set_grad_enabled(with_gradients), self._casts.current(), _LiveBytes(given) as live:
+                with torch.set_grad_enabled(with_gradients), self._casts.current(), _LiveBytes(existing) as live:
                     output = stage.objective.forward(model, batch)
-                    found.append(live.now if with_gradients else live.peak)
+                    measured.append(live.now if with_gradients else live.peak)
                     del output
-        saved, working = found
+        saved, working = measured
         return saved, working
 
     def _batch(self, num_rows: int) -> dict[str, Tensor]:
@@ -148,9 +148,9 @@ class StepMemory:
         }
 
     def bytes_per_token(self) -> float:
-        """Returns the bytes that each further token saves, while the generator's head saves its logits."""
-        few, more = (self.forward(num_rows)[0] for num_rows in (1, 2))
-        return (more - few) / self._config.data.sequence_length
+        """Returns the bytes that each additional token saves, while the generator's head saves its logits."""
+        one, two = (self.forward(num_rows)[0] for num_rows in (1, 2))
+        return (two - one) / self._config.data.sequence_length
 
     def step(self, num_rows: int) -> int:
         """Estimates the peak bytes of training steps in micro-batches of `num_rows` rows, and of evaluations."""
@@ -158,80 +158,80 @@ class StepMemory:
 
     def parts(self, num_rows: int) -> dict[str, int]:
         saved, working = self.forward(num_rows)
-        own = self._num_parameters()
+        local = self._num_parameters()
         train = self._config.train
-        # Whole at once, beside those that this rank updates; or gradients that are there twice: in the buffer of ranks
-        # and groups, or as the last eager step left them, beside the pool of a graph.
+        # With sharding: gathered parameters, in addition to this rank's shard. Without: a second copy of the gradients,
+        # in the buffer of ranks and groups, or left by the last eager step in addition to a graph's memory pool.
         gathered = self._num_gathered() if train.sharding == "full" else 0
-        twice = 0 if train.sharding == "full" else own * max(1, num_groups(train, self._world_size) // self._world_size)
-        updated = round(own * RULES[self._config.optimizer.name].update_bytes)
+        twice = (
+            0 if train.sharding == "full" else local * max(1, num_groups(train, self._world_size) // self._world_size)
+        )
+        updated = round(local * RULES[self._config.optimizer.name].update_bytes)
         return {
-            "parameters": round(4 * (own + gathered)),
-            "gradients": round(4 * (own + gathered + twice)),
-            "moments": round(_OPTIMIZER_STATE * own),
-            "casts": sum(each.nbytes for each in self._casts.copies),
-            # Evaluations run beside the memory pool of the step's CUDA graph.
+            "parameters": round(4 * (local + gathered)),
+            "gradients": round(4 * (local + gathered + twice)),
+            "moments": round(_OPTIMIZER_STATE * local),
+            "casts": sum(cast.nbytes for cast in self._casts.copies),
+            # An evaluation needs memory in addition to the pool of the step's CUDA graph.
             "activations": max(saved + round(_BACKWARD * working), updated) + working,
             "libraries": _FIXED,
         }
 
-    def fewest_micro_batches(self, free: int) -> tuple[int, int, bool]:
-        """Returns the fewest micro-batches per step that fit `free` bytes, their rows, and whether they do fit.
+    def min_micro_batches(self, free: int) -> tuple[int, int, bool]:
+        """Returns the fewest micro-batches per step that fit in `free` bytes, their rows, and whether they fit.
 
-        At least `train.accumulate`, where that is a number.
+        At least `train.accumulate`, if it is a number.
         """
         choices = list(smaller_micro_batches(self._config.train, self._world_size).items())
 
         def fits(choice: tuple[int, int]) -> bool:
-            return self.step(choice[1]) <= _SHARE * free
+            return self.step(choice[1]) <= _USABLE * free
 
         position = 0 if fits(choices[0]) else bisect.bisect_left(choices, True, 1, key=fits)
         return *choices[min(position, len(choices) - 1)], position < len(choices)
 
     def too_large(self, num_rows: int, free: int) -> str:
-        """Returns the message about micro-batches of `num_rows` rows that do not fit `free` bytes, with remedies."""
+        """Returns the message about micro-batches of `num_rows` rows that do not fit in `free` bytes, with remedies."""
         return (
             f"a micro-batch of {num_rows} {'row' if num_rows == 1 else 'rows'} of {self._config.data.sequence_length} "
-            f"tokens needs about {self.step(num_rows) / _GIB:.3g} GiB of GPU memory, and of {free / _GIB:.3g} GiB free "
-            f"a step can use {_SHARE:.0%}; choose a smaller model, lower data.sequence_length, use more GPUs with "
-            'train.sharding = "full"'
+            f"tokens needs about {self.step(num_rows) / _GIB:.3g} GiB of GPU memory, but a step can use only "
+            f"{_USABLE:.0%} of the {free / _GIB:.3g} GiB that are free; choose a smaller model, lower "
+            'data.sequence_length, or use more GPUs with train.sharding = "full"'
         )
 
     def _num_parameters(self) -> float:
-        total = sum(each.numel() for each in self._model.parameters())
+        total = sum(parameter.numel() for parameter in self._model.parameters())
         return total / self._world_size if self._config.train.sharding == "full" else total
 
     def _num_gathered(self) -> int:
-        """Returns the parameters of a sharded model that are whole at once: all but the layers, and two of those."""
-        layers = [each for each in self._model.modules() if isinstance(each, BertLayer | ModernLayer)]
-        sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
-        return sum(each.numel() for each in self._model.parameters()) - sum(sizes) + 2 * max(sizes)
+        """Returns the parameters of a sharded model that are gathered at the same time: two layers, and all others."""
+        layers = [module for module in self._model.modules() if isinstance(module, BertLayer | ModernLayer)]
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        return sum(parameter.numel() for parameter in self._model.parameters()) - sum(sizes) + 2 * max(sizes)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns a GPU's memory that nobody uses, in bytes; what this process keeps for later is free."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    """Returns a GPU's free memory in bytes, including memory that this process has cached."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def choose_accumulate(
     config: Config, compute: ComputeConfig, device: torch.device, world_size: int = 1
 ) -> tuple[int, str]:
-    """Returns the fewest micro-batches per step that fit the free memory of a GPU, and a line for the user.
+    """Returns the fewest micro-batches per step that fit in the free memory of a GPU, and a message.
 
-    On a CPU one, without a line. A number in `train.accumulate` is the fewest to choose. Raises ValueError if no
-    division of the step fits.
+    A number in `train.accumulate` is the minimum. On a CPU, returns this number, or 1, without a message. Raises
+    ValueError if no division of the step fits.
     """
     train = config.train
     if device.type != "cuda":
         return train.num_micro_batches, ""
     memory = StepMemory(config, compute, device, world_size)
     free = free_bytes(device)
-    accumulate, num_rows, does_fit = memory.fewest_micro_batches(free)
+    accumulate, num_rows, does_fit = memory.min_micro_batches(free)
     needed = f"{memory.step(num_rows) / _GIB:.3g}"
     if not does_fit:
-        raise InputError(
-            f"{memory.too_large(num_rows, free)}, or give a number as train.accumulate to try all the same"
-        )
+        raise InputError(f"{memory.too_large(num_rows, free)}, or set train.accumulate to a number to try it anyway")
     rows = f"{accumulate} micro-{'batch' if accumulate == 1 else 'batches'} of {num_rows} rows"
     return accumulate, f"train.accumulate = auto: {rows}, about {needed} of {free / _GIB:.3g} GiB"

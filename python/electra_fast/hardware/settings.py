@@ -18,7 +18,7 @@ from electra_fast.distributed.step_processes import choose_num_processes
 from electra_fast.errors import InputError
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.kernel_check import TimeSteps
-from electra_fast.hardware.kernel_choice import parse_kernels, settle_kernels
+from electra_fast.hardware.kernel_choice import parse_kernels, resolve_kernels
 from electra_fast.hardware.memory import choose_accumulate
 from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_compute, choose_precision
 from electra_fast.model.matmul import MatmulMeasurement, choose_matmul, measure_matmul, seconds_of, use_matmul
@@ -31,44 +31,44 @@ def choose_execution(requested: str, device: torch.device, sharding: str = "none
     """Resolves `auto` to an execution mode; raises ValueError if the requested one is not available."""
     if sharding == "full":
         if requested not in ("auto", "eager"):
-            raise InputError(f'train.execution = "{requested}" cannot run with train.sharding = "full"; set "auto"')
+            raise InputError(f'train.execution = "{requested}": cannot run with train.sharding = "full"; set "auto"')
         return "eager"
     if requested in ("graph", "branches") and device.type != "cuda":
-        raise InputError(f'train.execution = "{requested}" needs a CUDA device, and this is {device.type}; set "auto"')
+        raise InputError(f'train.execution = "{requested}": needs a CUDA device, got {device.type}; set "auto"')
     if requested == "auto":
         return "graph" if device.type == "cuda" else "eager"
     return requested
 
 
-# Resolve each key, in this order, since an attention backend may need 16 bits. They raise ValueError for values that
-# cannot run on the device.
+# Rules that resolve each key, in this order, since an attention backend may need 16 bits. They raise ValueError for
+# values that cannot run on the device.
 _RULES: dict[str, Callable[[Config, torch.device], str]] = {
     "train.matmul": lambda config, device: choose_matmul(config.train.matmul, device),
     "train.precision": lambda config, device: choose_precision(config.train.precision, device),
     "model.attention": lambda config, device: choose_compute(config, device).attention,
     "train.execution": lambda config, device: choose_execution(config.train.execution, device, config.train.sharding),
 }
-# On a GPU, decided by `settle_kernels` where kernels are `auto`.
-_BY_CHECK = ("model.attention", "train.execution")
+# On a GPU, `resolve_kernels` chooses these keys if kernels are `auto`.
+_CHECKED_KEYS = ("model.attention", "train.execution")
 
 
-def settle_hardware(
+def resolve_hardware(
     asked: Config,
     device: torch.device,
     folder: Path,
-    kept: frozenset[str] = frozenset(),
+    recorded_keys: frozenset[str] = frozenset(),
     world_size: int = 1,
     time_steps: TimeSteps | None = None,
 ) -> tuple[Config, dict[str, str], list[str]]:
     """Returns a run's configuration with every `auto` key resolved, its kernels, and messages to the user.
 
-    A new run gets the best values for the device, which on a CPU may take a measurement of some seconds. A resumed run
+    A new run gets the best values for the device. On a CPU, this may take a measurement of some seconds. A resumed run
     keeps its recorded values unless they cannot run on this device. Raises ValueError if an explicit value cannot run.
 
-    `asked` has the recorded values, `kept` the hardware keys given as `auto` that have the value recorded in the run.
-    Other arguments are those of `settle_kernels`.
+    `asked` has the recorded values; `recorded_keys` are the hardware keys set to `auto` with a value recorded in the
+    run. For the other arguments, see `resolve_kernels`.
     """
-    config = _without_impossible(asked, device, kept)
+    config = _without_unavailable(asked, device, recorded_keys)
     lines = []
     if choose_matmul(config.train.matmul, device) == AUTO:
         products = measure_products(config)
@@ -80,34 +80,34 @@ def settle_hardware(
         lines.append(f"train.precision = auto: {measurement.fastest} ({measurement})")
     kernels: dict[str, str] = {}
     if device.type == "cpu" and parse_kernels(config.train.kernels)[0] == "triton":
-        raise InputError('train.kernels = "triton" needs a GPU, and this is a CPU; set train.kernels = "auto"')
-    is_divisible = config.train.accumulate == AUTO or "train.accumulate" in kept
+        raise InputError('train.kernels = "triton": needs a GPU, got a CPU; set train.kernels = "auto"')
+    is_divisible = config.train.accumulate == AUTO or "train.accumulate" in recorded_keys
     if device.type == "cuda":
-        config, kernels, messages = _settle_gpu(
+        config, kernels, messages = _resolve_gpu(
             config, device, folder, world_size, time_steps, is_divisible=is_divisible
         )
         lines += messages
     elif is_divisible:
-        config, _ = divided(config, device)
+        config, _ = with_micro_batches(config, device)
     config = _by_rules(config, device)
     for name, (recorded, chosen) in asked.differences(config).items():
-        if name in kept:
-            lines.append(f'{name} = auto: {chosen}, as the "{recorded}" recorded in this run cannot run here')
-    lines += _advice(config, device, kept)
+        if name in recorded_keys:
+            lines.append(f'{name} = auto: {chosen}, since the recorded "{recorded}" cannot run on this device')
+    lines += _advice(config, device, recorded_keys)
     return config, kernels, lines
 
 
-def settle_alone(config: Config, device: torch.device, time_steps: TimeSteps) -> tuple[Config, ComputeConfig]:
-    """Resolves a configuration as a run of one process would on a GPU, without a folder of its own; measures no CPU."""
+def resolve_alone(config: Config, device: torch.device, time_steps: TimeSteps) -> tuple[Config, ComputeConfig]:
+    """Resolves a configuration for one process without a run's folder. On a CPU, nothing is measured."""
     kernels: dict[str, str] = {}
     if device.type == "cuda":
         is_divisible = config.train.accumulate == AUTO
-        config, kernels, _ = _settle_gpu(config, device, None, 1, time_steps, is_divisible=is_divisible)
+        config, kernels, _ = _resolve_gpu(config, device, None, 1, time_steps, is_divisible=is_divisible)
     config = _by_rules(config, device)
     return config, replace(choose_compute(config, device), kernels=tuple(kernels.items()))
 
 
-def _settle_gpu(
+def _resolve_gpu(
     config: Config,
     device: torch.device,
     folder: Path | None,
@@ -116,16 +116,16 @@ def _settle_gpu(
     *,
     is_divisible: bool,
 ) -> tuple[Config, dict[str, str], list[str]]:
-    """Chooses kernels, attention backend and execution, and the micro-batches that fit if they may be chosen.
+    """Chooses kernels, attention backend and execution, and the number of micro-batches if it may be chosen.
 
-    References may need more memory than the kernels that a first count assumes, and a step that is tried out may need
-    more than any count: then there are more micro-batches, and all is looked at again.
+    The first estimate of memory assumes kernels. If references need more, or if a timed step runs out of memory, the
+    number of micro-batches grows and everything is checked again.
     """
-    given = config.train.accumulate
+    requested = config.train.accumulate
     if is_divisible:
-        config, _ = divided(config, device, world_size)
+        config, _ = with_micro_batches(config, device, world_size)
     while True:
-        settled, kernels, messages = settle_kernels(
+        settled, kernels, messages = resolve_kernels(
             before_kernels(config, device), device, folder, world_size, time_steps
         )
         if not is_divisible:
@@ -133,50 +133,50 @@ def _settle_gpu(
         _, *smaller = smaller_micro_batches(settled.train, world_size)
         if smaller and any("out of memory" in message for message in messages):
             settled = settled.override({"train.accumulate": smaller[0]})
-        settled, line = divided(settled, device, world_size, tuple(kernels.items()))
+        settled, line = with_micro_batches(settled, device, world_size, tuple(kernels.items()))
         chosen = settled.train.accumulate
         if chosen == config.train.accumulate:
-            return settled, kernels, messages + ([line] if chosen != given else [])
+            return settled, kernels, messages + ([line] if chosen != requested else [])
         config = config.override({"train.accumulate": chosen})
 
 
-def divided(
+def with_micro_batches(
     config: Config, device: torch.device, world_size: int = 1, kernels: tuple[tuple[str, str], ...] = ()
 ) -> tuple[Config, str]:
-    """Returns the configuration with as few micro-batches as fit, at least those that it has, and a line for users."""
+    """Returns the configuration with the fewest micro-batches that fit, at least the current number, and a message."""
     compute = replace(choose_compute(config, device), kernels=kernels)
     accumulate, line = choose_accumulate(config, compute, device, world_size)
     return config.override({"train.accumulate": accumulate}), line
 
 
 def before_kernels(config: Config, device: torch.device) -> Config:
-    """Resolves `auto` of all but what a check of kernels decides."""
-    return _by_rules(config, device, [name for name in _RULES if name not in _BY_CHECK])
+    """Resolves `auto` for all keys that do not depend on a check of kernels."""
+    return _by_rules(config, device, [name for name in _RULES if name not in _CHECKED_KEYS])
 
 
 def _by_rules(config: Config, device: torch.device, names: Iterable[str] = ()) -> Config:
-    """Resolves `auto` of some keys, or all, wherever that needs no measurement."""
+    """Resolves `auto` for some keys, or for all, if no measurement is needed."""
     for name in names or _RULES:
         config = config.override({name: _RULES[name](config, device)})
     return config
 
 
-def _without_impossible(config: Config, device: torch.device, kept: frozenset[str]) -> Config:
-    """Returns the configuration with `auto` for kept values that cannot run on this device."""
+def _without_unavailable(config: Config, device: torch.device, recorded_keys: frozenset[str]) -> Config:
+    """Returns the configuration with `auto` for recorded values that cannot run on this device."""
     for name, rule in _RULES.items():
         try:
             rule(config, device)
         except InputError:
-            if name not in kept:
+            if name not in recorded_keys:
                 raise
             config = config.override({name: AUTO})
     return config
 
 
-def _advice(config: Config, device: torch.device, kept: frozenset[str]) -> list[str]:
-    """Returns a line about kept values that a new run on this device would choose differently."""
-    fresh = _by_rules(config.override(dict.fromkeys(kept, AUTO)), device)
-    measured = _BY_CHECK if device.type == "cuda" and config.train.kernels.startswith(AUTO) else ()
+def _advice(config: Config, device: torch.device, recorded_keys: frozenset[str]) -> list[str]:
+    """Returns a line about recorded values that a new run on this device would choose differently."""
+    fresh = _by_rules(config.override(dict.fromkeys(recorded_keys, AUTO)), device)
+    measured = _CHECKED_KEYS if device.type == "cuda" and config.train.kernels.startswith(AUTO) else ()
     differing = config.differences(fresh).items()
     others = {name: new for name, (_, new) in differing if new != AUTO and name not in measured}
     if not others:
@@ -184,14 +184,14 @@ def _advice(config: Config, device: torch.device, kept: frozenset[str]) -> list[
     recorded = ", ".join(f"{name} = {config.value(name)}" for name in others)
     options = " ".join(f"--{name} {value}" for name, value in others.items())
     permission = "" if others.keys() <= FREE_KEYS else " --allow-changes"
-    return [f"{recorded}: kept as recorded in this run; a new run on this device would have {options}{permission}"]
+    return [f"{recorded}: kept as recorded in this run; a new run on this device would use {options}{permission}"]
 
 
 CPU = torch.device("cpu")
 MAX_REPETITIONS = 3
-# No further repetition starts after this time, which excludes the warm-up.
+# No repetition starts after this time, which excludes the warm-up.
 MAX_SECONDS = 3.0
-# Larger passes are cut to fewer rows: one to two seconds on two cores.
+# Limit of a pass, one to two seconds on two cores. Larger passes use fewer rows.
 MAX_FLOPS = 3e11
 
 
@@ -208,7 +208,10 @@ class Measurement:
         return faster_precision(self.seconds)
 
     def __str__(self) -> str:
-        return f"forward and backward of {self.num_rows} rows of {self.length} tokens take {times_text(self.seconds)}"
+        return (
+            f"forward and backward passes of {self.num_rows} rows of {self.length} tokens take "
+            f"{times_text(self.seconds)}"
+        )
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:
@@ -217,15 +220,15 @@ def faster_precision(seconds: Mapping[str, float]) -> str:
 
 def times_text(seconds: Mapping[str, float]) -> str:
     """Formats times by precision: `0.2 s in fp32, 0.1 s in bf16`."""
-    return ", ".join(f"{each:.3g} s in {precision}" for precision, each in seconds.items())
+    return ", ".join(f"{duration:.3g} s in {precision}" for precision, duration in seconds.items())
 
 
 def measure(config: Config) -> Measurement:
     """Times the run's first micro-batch, or part of a large one, on the CPU in each precision.
 
-    Operations get as many threads as in training. A separate model and loader, and a preserved random state, make a run
-    bitwise the same whether its precision was measured or given. Passes run eagerly for any `train.execution`. Raises
-    ValueError if the configured attention backend cannot run or the corpus is damaged.
+    Operations get as many threads as in training. The measurement uses a separate model and loader and restores the
+    random state, so a run is bitwise equal to a run whose precision was set. Passes run eagerly for any
+    `train.execution`. Raises ValueError if the configured attention backend cannot run or the corpus is damaged.
     """
     num_processes = choose_num_processes(config, CPU)
     num_rows = _num_rows(config, num_processes)
@@ -244,7 +247,7 @@ def measure_products(config: Config) -> MatmulMeasurement:
 
 @contextmanager
 def threads_of(num_processes: int) -> Iterator[None]:
-    """Gives operations as many threads as in one of `num_processes` processes that share a step."""
+    """Gives operations the threads of one of `num_processes` processes that share a step."""
     num_cores = torch.get_num_threads()
     torch.set_num_threads(max(1, num_cores // num_processes))
     try:
@@ -254,7 +257,7 @@ def threads_of(num_processes: int) -> Iterator[None]:
 
 
 def shortest_times(passes: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Returns each function's shortest time in seconds: after a warm-up, they run in turn up to three times."""
+    """Returns each function's shortest time in seconds. After a warm-up, all run in turn up to three times."""
     for run_pass in passes.values():
         run_pass()
     start = time.perf_counter()
@@ -273,7 +276,7 @@ def _num_rows(config: Config, num_processes: int) -> int:
 def _training_pass(config: Config, num_rows: int) -> Callable[[str], None]:
     loader = BatchLoader.from_config(config, batch_size=num_rows, num_threads=1, prefetch=1)
     batch = to_torch(next(loader))
-    stage = max(objective_of(config).stages(), key=lambda each: each.num_steps)
+    stage = max(objective_of(config).stages(), key=lambda candidate: candidate.num_steps)
     model = Electra(config).train()
     for name in stage.frozen:
         model.get_submodule(name).requires_grad_(False)

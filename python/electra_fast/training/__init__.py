@@ -1,1 +1,1 @@
-"""From an open run to checkpoints, metrics and plots: the training loop, its step, evaluation, plans."""
+"""Training of a run: the loop, its step, evaluation, checkpoints, metrics, plots and plans."""

@@ -1,6 +1,6 @@
-"""Asynchronous checkpoints: copied to host memory at once, then written to disk by a thread.
+"""Asynchronous checkpoints: copied to host memory immediately, then written to disk in a thread.
 
-Training waits only for the copy and for an unfinished earlier write. Once `save` has returned, the trainer may change
+Training waits only for the copy and for an unfinished earlier write. After `save` returns, the trainer may change
 model, moments and state.
 """
 
@@ -24,12 +24,13 @@ from electra_fast.training.mirror import Mirror
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints one at a time in a thread, for which the interpreter waits at exit.
+    """Writes a run's checkpoints one at a time in a thread. At exit, the interpreter waits for the thread.
 
     It holds a copy of all tensors in host memory, pinned if they come from a GPU.
 
-    `num_written` counts successful writes, `last_write_seconds` is the time of the last finished one, `blocked_seconds`
-    that which callers spent in `save`, `wait_up_to` and `close`. `mirror` gets each complete checkpoint.
+    `num_written` is the number of successful writes, `last_write_seconds` the duration of the last one, and
+    `blocked_seconds` the time that callers spent in `save`, `wait_up_to` and `close`. `mirror` gets each complete
+    checkpoint.
     """
 
     def __init__(self, run: Path, keep: int, mirror: Mirror | None = None) -> None:
@@ -40,8 +41,8 @@ class CheckpointWriter:
         self.last_write_seconds = 0.0
         self.blocked_seconds = 0.0
         self._written: list[int] = []
-        # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped, so
-        # the interpreter would not wait for the write at exit.
+        # Not a `Thread`: in Python 3.9 to 3.12, a signal that interrupts `join` makes a running thread look stopped,
+        # and the interpreter would not wait for the write at exit.
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         # Buffers for the next checkpoint's model and optimizer. A write owns its buffers until it ends, so that no
@@ -53,8 +54,8 @@ class CheckpointWriter:
     ) -> None:
         """Copies the checkpoint of `state.step` and starts to write it.
 
-        First waits for an earlier write; if that failed, raises its error and writes nothing. `tensors` are those of
-        `checkpoint.stored`, `optimizer` has the optimizer's, on any device. The state is copied deeply.
+        First waits for an earlier write. If that failed, raises its error and writes nothing. `tensors` comes from
+        `checkpoint.stored`, `optimizer` has the optimizer's tensors; both on any device. The state is copied deeply.
         """
         with self._blocked():
             self._finish()
@@ -66,7 +67,7 @@ class CheckpointWriter:
             self._pending = self._executor.submit(self._run_write, config, copies, copy.deepcopy(state))
 
     def check(self) -> None:
-        """Raises the error of a finished write that failed, an OSError naming the checkpoint, once; never waits."""
+        """Raises the error of a failed write once, an OSError with the checkpoint's name; never waits."""
         if self._pending is not None and self._pending.done():
             self._finish()
 
@@ -76,7 +77,7 @@ class CheckpointWriter:
         return written
 
     def wait_up_to(self, seconds: float) -> bool:
-        """Waits for the write in progress for up to `seconds`, as `check`; returns whether none is in progress."""
+        """Waits up to `seconds` for the write in progress, then does `check`. Returns whether all writes have ended."""
         with self._blocked():
             if self._pending is not None:
                 futures.wait([self._pending], seconds)
@@ -84,9 +85,9 @@ class CheckpointWriter:
         return self._pending is None
 
     def close(self) -> None:
-        """Waits for the write in progress and raises its error; there can be no `save` afterwards.
+        """Waits for the write in progress and raises its error. `save` must not be called afterwards.
 
-        If interrupted, it lets the write finish.
+        If the wait is interrupted, the write still finishes.
         """
         try:
             with self._blocked():
@@ -138,7 +139,7 @@ class CheckpointWriter:
 
 
 def _copy_to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies into the buffers of the same names, or into new ones if those do not fit.
+    """Copies tensors into the buffers with their names, or into new buffers if these do not fit.
 
     Copies from a GPU are asynchronous, on the current stream.
     """

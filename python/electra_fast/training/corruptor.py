@@ -1,4 +1,4 @@
-"""A fixed corruptor: one source of replacements for all models of a comparison, so that they read the same text.
+"""A fixed source of replacements for all models of a comparison, so that they read the same corrupted text.
 
 Its samples depend only on the seed, the row's number in the loader's stream and the masked text.
 
@@ -29,18 +29,18 @@ from electra_fast.ops.operations import use_impl
 from electra_fast.ops.sampling import alias_table, philox
 
 UNIGRAM = "unigram"
-"""The name of the corruptor that samples from the token counts of the corpus."""
+"""The name of the source that samples from the token counts of the corpus."""
 UNIGRAM_LENGTH = 128
 """Its default number of tokens per row."""
 # Last word of Philox' counter; `objective.random_words` lists the others.
 _STREAM = 5
-# Slots whose logits are in memory at a time: in fp64, 256 times 30,000 of them are 61 MB.
+# Slots whose logits are in memory at the same time: in fp64, 256 slots with 30,000 logits are 61 MB.
 _CHUNK = 256
 _MASK32 = 0xFFFFFFFF
 
-# A sample must not depend on batch size, threads or device, but floating-point sums do: by 1e-16 in fp64, which flips
-# one sample in some 10^10 slots; fp32 would flip some in every longer evaluation. Only the reference operations compute
-# in any dtype.
+# A sample must not depend on batch size, threads or device, but floating-point sums do. In fp64 they differ by 1e-16,
+# which changes one sample in about 10^10 slots; fp32 would change samples in every long evaluation. Only the reference
+# operations compute in fp64.
 _COMPUTE = ComputeConfig("sdpa", torch.float64)
 
 
@@ -51,7 +51,7 @@ class Corruptor:
     Args:
         generator: A model with a generator, or the `sampling.alias_table` of the distribution, int64 [V, 2].
         vocab_size: Size of the corpus's vocabulary, which bounds the samples.
-        sequence_length: Suitable number of tokens per row.
+        sequence_length: Default number of tokens per row.
         seed: Seed of the samples.
     """
 
@@ -68,10 +68,10 @@ class Corruptor:
 
     @classmethod
     def load(cls, source: Path, corpus: Corpus, seed: int, device: torch.device) -> Self:
-        """Loads the generator of a run, checkpoint or Hugging Face folder, a network or a fixed distribution.
+        """Loads the generator of a run, checkpoint or Hugging Face folder: a network or a fixed distribution.
 
-        Raises FileNotFoundError if there is no model, and ValueError naming the folder if it has no generator or
-        another vocabulary than the corpus.
+        Raises FileNotFoundError if there is no model, and ValueError with the folder's name if it has no generator or
+        a vocabulary that differs from the corpus's.
         """
         model = read_model(source).to(device)
         _check_vocabulary(source, model, corpus)
@@ -82,12 +82,12 @@ class Corruptor:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest row that it can read, in tokens; None without a limit."""
+        """Length of the longest row that the generator can read, in tokens; None without a limit."""
         return None if isinstance(self.generator, Tensor) else max_positions(self.generator)
 
     @torch.no_grad()
     def sample(self, batch: Mapping[str, Tensor], first_row: int) -> Tensor:
-        """Returns a sample for each mask slot of a batch, meaningless in unused slots.
+        """Returns a sample for each mask slot of a batch. Samples in unused slots are meaningless.
 
         Args:
             batch: Tensors of `data.loader.to_torch`, masked at distinct positions.
@@ -131,16 +131,16 @@ def masked_states(model: Electra, batch: Mapping[str, Tensor]) -> Tensor:
 def sample_softmax(logits_MV: Tensor, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
     """Samples softmax(logits) per slot by inverting the CDF in fp64 at 64 random bits; [M, V] → int64 [M].
 
-    `sampling.sample_categorical`, used in training, is in fp32 and takes logarithms of random numbers, whose last bits
-    differ between devices. Here the first two words of Philox for the counter (0, slot, step, 5) make the uniform
-    number exactly.
+    Training uses `sampling.sample_categorical`, in fp32. It takes logarithms of random numbers, and their last bits
+    differ between devices. Here the uniform number is computed exactly, from the first two words of Philox for the
+    counter (0, slot, step, 5).
     """
     seed, step = seed_and_step.unbind()
     counter = (torch.zeros_like(step), slot_M, step, torch.full_like(step, _STREAM))
     high_M, low_M, *_ = philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
     uniform_M1 = ((high_M.double() + (low_M.double() + 0.5) * 2.0**-32) * 2.0**-32)[:, None]
     cumulative_MV = logits_MV.double().softmax(-1).cumsum(-1)
-    # The first entry whose cumulative sum reaches the threshold; never one of probability 0.
+    # The first entry whose cumulative sum reaches the threshold, so its probability is never 0.
     return (cumulative_MV < uniform_M1 * cumulative_MV[:, -1:]).sum(-1)
 
 
@@ -162,7 +162,7 @@ def _check_vocabulary(source: Path, model: Electra, corpus: Corpus) -> None:
     try:
         check_vocabulary(tokenizer_folder(source, model.config.model.vocab_size), corpus)
     except InputError as error:
-        raise InputError(f"{source} cannot corrupt this text: {error}") from None
+        raise InputError(f"{source}: cannot corrupt this text: {error}") from None
 
 
 def _generator(source: Path, model: Electra, vocab_size: int) -> Electra | Tensor:
@@ -170,10 +170,10 @@ def _generator(source: Path, model: Electra, vocab_size: int) -> Electra | Tenso
         return model
     if model.proposal is None:
         present = " and ".join(model.networks)
-        raise InputError(f"{source}: only the {present}, which cannot corrupt text; name a folder with a generator")
+        raise InputError(f"{source}: has only the {present}, which cannot corrupt text; pass a folder with a generator")
     if not model.proposal.has_counts:
         raise InputError(
-            f"{source}: a unigram generator's token counts are not exported; name the run or one of its checkpoints"
+            f"{source}: a unigram generator's token counts are not exported; pass the run or one of its checkpoints"
         )
     table_V2 = model.proposal.table_V2
     if model.config.generator.kind == "uniform":  # the model's table may be larger than the vocabulary

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, what works here, and how fast: one screen that a bug report can quote."""
+"""`doctor`: the software and hardware of this machine, the features that work and their speed, for a bug report."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from electra_fast.data.loader import BatchLoader
 from electra_fast.data.prepare import prepare, vocab
 from electra_fast.errors import InputError
 from electra_fast.hardware.kernel_check import CALLS, REFERENCE, STEP, Record
-from electra_fast.hardware.kernel_choice import FILE, cache_folder, read_records, settle_kernels, version_or_none
-from electra_fast.hardware.settings import before_kernels, divided
+from electra_fast.hardware.kernel_choice import FILE, cache_folder, read_records, resolve_kernels, version_or_none
+from electra_fast.hardware.settings import before_kernels, with_micro_batches
 from electra_fast.model.compute import choose_device
 from electra_fast.results import Result
 from electra_fast.training.parallel_step import time_steps
 
 PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tokenizers")
-# Optional packages, by a program that fails if they do not work.
+# Optional packages, each with a program that fails if the package does not work.
 EXTRAS = {
     "transformers": "import transformers",
     "onnxscript": "import onnxscript",
@@ -45,7 +45,7 @@ EXTRAS = {
     "distributed": "import distributed",
 }
 EXTRA_SECONDS = 180
-# The text of a measurement is repeated until it has so many bytes.
+# The text of a measurement is repeated up to this size.
 TEXT_BYTES = 16 << 20
 MIN_FREE_DISK = 1 << 30
 GIB = 1 << 30
@@ -53,7 +53,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DoctorReport(Result):
-    """The result of `doctor`, by section. `problems` are sentences about what is wrong, each with a remedy."""
+    """The result of `doctor`, by section. Each of the `problems` is a sentence with a remedy."""
 
     software: Mapping[str, str]
     machine: Mapping[str, str]
@@ -78,17 +78,17 @@ class DoctorReport(Result):
         if self.kernels is not None:
             yield from _kernel_lines(self.kernels)
         for problem in self.problems:
-            yield f"WRONG: {problem}"
-        yield "nothing is wrong" if not self.problems else f"{len(self.problems)} problem(s)"
+            yield f"problem: {problem}"
+        yield "no problems found" if not self.problems else f"{len(self.problems)} problem(s)"
 
 
 def doctor(config: Config | str | os.PathLike[str] | None = None, *, device: str = AUTO) -> DoctorReport:
-    """Examines this machine: versions, GPUs, optional packages, kernels, speed.
+    """Checks this machine: versions, GPUs, optional packages, kernels, speed.
 
     Args:
         config: The run whose kernels are checked, on a GPU, or its TOML file; its corpus is ignored. `Config()` by
             default.
-        device: The device of the run, as for `pretrain`.
+        device: The device of the run, with the values of `pretrain`.
     """
     config = config_of(config)
     target = choose_device(device)
@@ -109,9 +109,9 @@ def doctor(config: Config | str | os.PathLike[str] | None = None, *, device: str
 
 
 def _software() -> dict[str, str]:
-    found = {"electra-fast": version_or_none("electra-fast"), "python": platform.python_version()}
-    found |= {name: version_or_none(name) for name in PACKAGES}
-    return found | {"torch": torch.__version__, "cuda": torch.version.hip or torch.version.cuda or "none"}
+    versions = {"electra-fast": version_or_none("electra-fast"), "python": platform.python_version()}
+    versions |= {name: version_or_none(name) for name in PACKAGES}
+    return versions | {"torch": torch.__version__, "cuda": torch.version.hip or torch.version.cuda or "none"}
 
 
 def _machine() -> dict[str, str]:
@@ -137,14 +137,14 @@ def _gpus(problems: list[str]) -> list[dict[str, str]]:
                 "for this driver's CUDA, or check CUDA_VISIBLE_DEVICES"
             )
         return []
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         card = card_of(device)
         free, total = torch.cuda.mem_get_info(device)
         if missing := missing_for_triton(card):
             problems.append(f"no kernels on {card.name}: {missing}")
-        found.append(
+        gpus.append(
             {
                 "name": card.name,
                 "architecture": f"{card.architecture or 'unknown'} ({'.'.join(map(str, card.capability))})",
@@ -152,25 +152,25 @@ def _gpus(problems: list[str]) -> list[dict[str, str]]:
                 "memory": f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
             }
         )
-    return found
+    return gpus
 
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
-        if found.returncode == 0:
-            return found.stdout.split("\n")[0].strip()
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
+        if process.returncode == 0:
+            return process.stdout.split("\n")[0].strip()
     return ""
 
 
 def _extras(problems: list[str]) -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(EXTRAS, pool.map(_load, EXTRAS, EXTRAS.values()), strict=True))
-    for name, outcome in found.items():
+        outcomes = dict(zip(EXTRAS, pool.map(_load, EXTRAS, EXTRAS.values()), strict=True))
+    for name, outcome in outcomes.items():
         if "fails" in outcome:
-            problems.append(f"{name} is installed, but {outcome}; reinstall or remove it")
-    return found
+            problems.append(f"{name} is installed, but {outcome}; reinstall it, or remove it")
+    return outcomes
 
 
 def _load(package: str, program: str) -> str:
@@ -195,15 +195,15 @@ def _cache(problems: list[str]) -> dict[str, str]:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
-        problems.append(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+        problems.append(f"{folder}: {error.strerror}; set XDG_CACHE_HOME to a writable folder")
         return {"folder": str(folder), "state": str(error.strerror)}
     if free < MIN_FREE_DISK:
-        problems.append(f"{folder}: only {free / GIB:.1f} GiB are free; set XDG_CACHE_HOME to another disk")
+        problems.append(f"{folder}: only {free / GIB:.1f} GiB are free; set XDG_CACHE_HOME to a folder on another disk")
     return {"folder": str(folder), "file system": _file_system(folder), "space": f"{free / GIB:.0f} GiB free"}
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on, as the system mounted it."""
+    """Returns the type of the file system of a folder."""
     with contextlib.suppress(OSError):
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
         path = folder.resolve()
@@ -235,11 +235,11 @@ def _data_engine(shards: Path, config: Config) -> dict[str, str]:
 
 
 def _kernels(config: Config, device: torch.device, shards: Path, run: Path, problems: list[str]) -> dict[str, Any]:
-    """Checks kernels, attention backends and executions for a configuration, whatever was found before."""
+    """Checks kernels, attention backends and executions for a configuration, ignoring earlier results."""
     keys = {"data.corpus": str(shards), "model.vocab_size": config.model.vocab_size or 30_522, "train.kernels": "auto"}
     config = config.override(keys).resolved()
-    config, memory = divided(config, device)
-    settled, _, lines = settle_kernels(
+    config, memory = with_micro_batches(config, device)
+    settled, _, lines = resolve_kernels(
         before_kernels(config, device), device, run, time_steps=time_steps, is_fresh=True
     )
     problems += [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
@@ -249,7 +249,9 @@ def _kernels(config: Config, device: torch.device, shards: Path, run: Path, prob
         "attention": settled.model.attention,
         "execution": settled.train.execution,
         "dropout": settled.model.dropout,
-        "records": [dataclasses.asdict(each) for each in read_records(run / FILE) if each.implementation != CALLS],
+        "records": [
+            dataclasses.asdict(record) for record in read_records(run / FILE) if record.implementation != CALLS
+        ],
     }
 
 
@@ -261,9 +263,9 @@ def _kernel_lines(kernels: Mapping[str, Any]) -> Iterator[str]:
     for table in kernels["records"]:
         by_operation.setdefault(table["operation"], []).append(Record(**table))
     for operation, records in by_operation.items():
-        ran = [each for each in records if each.milliseconds is not None]
-        times = [f"{each.implementation} {each.milliseconds:.3g} ms" for each in ran]
-        wrong = [f"{each.implementation} WRONG" for each in records if each.problem]
-        errors = [each.error for each in ran if each.implementation != REFERENCE and operation != STEP]
+        ran = [record for record in records if record.milliseconds is not None]
+        times = [f"{record.implementation} {record.milliseconds:.3g} ms" for record in ran]
+        wrong = [f"{record.implementation} wrong" for record in records if record.problem]
+        errors = [record.error for record in ran if record.implementation != REFERENCE and operation != STEP]
         error = f"; error {max(errors):.2f} of the allowed" if errors else ""
         yield f"  {operation:<28} {', '.join(times + wrong)}{error}"

@@ -1,8 +1,8 @@
 """Validation metrics of a model: losses, accuracies, the discriminator's AUCs, and masked-language-model accuracy.
 
-An AUC measures how well a discriminator tells a corruptor's samples from the original text, so two models are
-comparable only with the same corruptor. `unigram_auc` has a common one, which samples by frequency. All other metrics
-use the model's own generator, as in training, or the source that `corrupted_by` names.
+An AUC measures how well a discriminator distinguishes replacements from the original text, so two models are comparable
+only with the same source of replacements. For `unigram_auc` this source is the same for all models: it samples tokens
+by frequency. All other metrics use the model's generator, as in training, or the source in `corrupted_by`.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ NUM_SENTENCES = 6
 # Metrics that are reported first.
 FIRST = ("unigram_auc", "discriminator_auc", "discriminator_loss", "generator_loss")
 
-# The number of a batch, and a part of it: the index of the first row within the batch, and tensors.
+# The number of a batch, the index of a part's first row within the batch, and the part's tensors.
 _Batches = Iterator[tuple[int, int, Mapping[str, Tensor]]]
 
 
 class Evaluation(Entries):
-    """Validation metrics of a model by name, with the ones that compare between models first (`evaluate`)."""
+    """Validation metrics of a model by name (`evaluate`). Metrics that are comparable between models come first."""
 
     def lines(self) -> Iterator[str]:
-        """Yields what the command prints."""
+        """Yields the lines that the command prints."""
         rest = dict(self)
         if self["unigram_auc"] is not None and "corruption" not in self:
             auc = rest.pop("unigram_auc")
             length = rest.pop("unigram_sequence_length")
-            yield f"Comparable between models (replacements by frequency, rows of {length} tokens):"
+            yield f"Comparable between models (replacements drawn by token frequency, rows of {length} tokens):"
             yield from table_lines({"unigram_auc": auc}, "  ")
-            yield "Not comparable between models (replacements by each model's own generator):"
+            yield "Not comparable between models (replacements from each model's generator):"
         yield from table_lines(rest, "  ")
 
 
@@ -86,14 +86,14 @@ def evaluate(
         raise InputError(f"mlm_examples = {mlm_examples}: must be 0 (none) or more")
     target = choose_device(device)
     model = read_model(source).to(target)
-    mixture = _own_corpus(Path(source)) if data is None else Mixture(data)
-    corpora = _validation_part(source, mixture)
+    mixture = _training_corpus(Path(source)) if data is None else Mixture(data)
+    corpora = _validation_sets(source, mixture)
     check_vocabulary(tokenizer_folder(Path(source), model.config.model.vocab_size), mixture.corpora[0])
     model.limit_vocabulary(mixture.vocab_size)
     config = model.config
     if batch_size is not None:
         config = config.override({"train.batch_size": batch_size, "train.accumulate": 1})
-    # References, and the backend that runs everywhere, independent of training.
+    # Reference operations, and the attention backend that runs everywhere, independent of training.
     compute = resolve_compute(model.config.model, target, precision, fastest_matmul(model.config.model, target), "sdpa")
     compute = dataclasses.replace(compute, kernels=(("*", "reference"),) if target.type == "cuda" else ())
     if checkpoint_of(Path(source)) is None:  # Hugging Face folders do not have this head
@@ -102,7 +102,7 @@ def evaluate(
     if corrupted_by is None:
         own_length = min(config.data.sequence_length, config.model.max_positions)
         config = config.override({"data.sequence_length": sequence_length or own_length})
-        report = {**_evaluate_own(source, model, mixture, corpora, config, compute, max_batches)}
+        report = {**_evaluate_uncorrupted(source, model, mixture, corpora, config, compute, max_batches)}
         length = sequence_length or min(UNIGRAM_LENGTH, max_positions(model) or UNIGRAM_LENGTH)
     else:
         corruptor = _corruptor(corrupted_by, mixture, target)
@@ -134,7 +134,7 @@ def evaluate(
     return evaluation
 
 
-def _evaluate_own(
+def _evaluate_uncorrupted(
     source: str | Path,
     model: Electra,
     mixture: Mixture,
@@ -143,13 +143,13 @@ def _evaluate_own(
     compute: ComputeConfig,
     max_batches: int,
 ) -> dict[str, Number]:
-    """Evaluates with the model's own source of replacements; all metrics are None if it has none."""
+    """Evaluates with replacements from the model's generator; all metrics are None if it has none."""
     if "discriminator" in model.networks and "generator" not in model.networks and model.proposal is None:
         say(f"note: {source}: only a discriminator; all metrics but unigram_auc need its generator")
         return dict.fromkeys(METRICS)
     if model.proposal is not None and not model.proposal.has_counts:
         model.proposal.set_counts(torch.from_numpy(mixture.token_counts()))
-        say(f"note: {source}: a unigram generator's token counts are not exported; those of the corpus are used")
+        say(f"note: {source}: a unigram generator's token counts are not exported; using the counts of this corpus")
     return evaluate_model(model, corpora, config, compute, max_batches)
 
 
@@ -163,15 +163,15 @@ def evaluate_model(
     world: World | None = None,
     forward: Forward | None = None,
 ) -> dict[str, Number]:
-    """Evaluates one pass (or `max_batches` batches) over corpora, masked and sampled by `SEED`.
+    """Evaluates one pass (or `max_batches` batches) over corpora, masked and sampled with `SEED`.
 
-    `objective`, a stage's, replaces the configured one, and `forward` its forward pass if the model is sharded. The
-    ranks of a `world` divide each batch, and all return the metrics.
+    `objective`, of a stage, replaces the configured one. If the model is sharded, `forward` replaces its forward pass.
+    The ranks of a `world` divide each batch, and all return the metrics.
     """
     world = world or World()
     objective = objective or objective_of(config)
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, world)
-    return _judge(model, objective, compute, batches, world, forward or objective.forward)
+    return _measure(model, objective, compute, batches, world, forward or objective.forward)
 
 
 def unigram_auc(
@@ -185,30 +185,30 @@ def unigram_auc(
 ) -> Number:
     """Returns the AUC of a discriminator over all tokens, on replacements that do not depend on its training.
 
-    Rows have the run's length. Replacements have the distribution of the tokens masked in these rows. `wrapped` returns
-    an objective's forward pass, wrapped if the model is sharded.
+    Rows have the run's length. Replacements are sampled from the distribution of the tokens masked in these rows.
+    `wrapped` returns an objective's forward pass, wrapped if the model is sharded.
     """
-    config = _of_discriminator(_common_config(config, config.data.sequence_length))
+    config = _discriminator_config(_common_config(config, config.data.sequence_length))
     objective = objective_of(config)
     device = next(model.parameters()).device
     counts_V = _masked_counts(corpora, config, max_batches, world)
     if not counts_V.any():
         return None
     corruptor = Corruptor(alias_table(counts_V).to(device), len(counts_V), config.data.sequence_length, SEED)
-    batches = _filled(_batches(corpora, config, max_batches, device, world), corruptor, config.train.batch_size)
-    return _judge(model, objective, compute, batches, world, wrapped(objective))["discriminator_auc"]
+    batches = _with_samples(_batches(corpora, config, max_batches, device, world), corruptor, config.train.batch_size)
+    return _measure(model, objective, compute, batches, world, wrapped(objective))["discriminator_auc"]
 
 
 def unigram_entropy(corpora: Corpora, config: Config, max_batches: int, world: World) -> float:
     """Returns the loss, in nats per masked token, of a model that knows only token frequencies."""
     counts_V = _masked_counts(corpora, config, max_batches, world)
-    shares = counts_V[counts_V > 0] / counts_V.sum()
+    probs = counts_V[counts_V > 0] / counts_V.sum()
     # Corrects the bias of a small sample's entropy (Miller, 1955).
-    return float(-(shares * shares.log()).sum() + (len(shares) - 1) / (2 * counts_V.sum()))
+    return float(-(probs * probs.log()).sum() + (len(probs) - 1) / (2 * counts_V.sum()))
 
 
 def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: World) -> Tensor:
-    """Counts how often each token is masked; fp64 [V] on the CPU."""
+    """Returns how often each token is masked; fp64 [V] on the CPU."""
     counts_V = torch.zeros(config.model.vocab_size, dtype=torch.float64)
     for *_, batch in _batches(corpora, config, max_batches, torch.device("cpu"), world):
         masked_ids = batch["masked_ids"][batch["masked_weights"] > 0]
@@ -219,62 +219,62 @@ def _masked_counts(corpora: Corpora, config: Config, max_batches: int, world: Wo
 def _evaluate_corrupted(
     model: Electra, corpora: Corpora, config: Config, compute: ComputeConfig, max_batches: int, corruptor: Corruptor
 ) -> dict[str, Number | str]:
-    """Evaluates on text with a corruptor's replacements, for metrics that compare between models."""
+    """Evaluates on text with a corruptor's replacements, for metrics that are comparable between models."""
     digest = hashlib.sha256()
 
-    def digested(batches: _Batches) -> _Batches:
+    def with_digest(batches: _Batches) -> _Batches:
         for number, first_row, batch in batches:
             for ids in corrupted_rows(batch):
                 digest.update(ids.cpu().numpy().astype("<i4").tobytes())
             yield number, first_row, batch
 
     if "discriminator" in model.networks:
-        config = _of_discriminator(config)
+        config = _discriminator_config(config)
     batches = _batches(corpora, config, max_batches, next(model.parameters()).device, World())
-    batches = digested(_filled(batches, corruptor, config.train.batch_size))
+    batches = with_digest(_with_samples(batches, corruptor, config.train.batch_size))
     objective = objective_of(config)
-    found: dict[str, Number | str] = {**_judge(model, objective, compute, batches, World(), objective.forward)}
-    found["loss"] = None
+    metrics: dict[str, Number | str] = {**_measure(model, objective, compute, batches, World(), objective.forward)}
+    metrics["loss"] = None
     if "generator" not in model.networks:
-        found |= {"generator_loss": None, "generator_accuracy": None}
-    return found | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
+        metrics |= {"generator_loss": None, "generator_accuracy": None}
+    return metrics | {"sequence_length": config.data.sequence_length, "corruption": digest.hexdigest()[:16]}
 
 
-def _of_discriminator(config: Config) -> Config:
-    """Returns a configuration that judges the discriminator over all tokens, with no segments kept unchanged."""
+def _discriminator_config(config: Config) -> Config:
+    """Returns a configuration that evaluates the discriminator over all tokens and corrupts all segments."""
     return config.with_objective("electra").override(contrastive_weight=0.0, corrective_weight=0.0)
 
 
-def _filled(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
-    """Adds a corruptor's samples, which depend on each row's number in the loader's stream, to the batches."""
+def _with_samples(batches: _Batches, corruptor: Corruptor, batch_size: int) -> _Batches:
+    """Adds a corruptor's samples to the batches. They depend on each row's number in the loader's stream."""
     for number, first_row, batch in batches:
         yield number, first_row, {**batch, "sampled_ids": corruptor.sample(batch, number * batch_size + first_row)}
 
 
 def _batches(corpora: Corpora, config: Config, max_batches: int, device: torch.device, world: World) -> _Batches:
-    """Yields a rank's rows of each batch: whole on a CPU, in micro-batches on a GPU, as many on each rank."""
+    """Yields a rank's rows of each batch: at once on a CPU, in micro-batches on a GPU, the same number on each rank."""
     loader = BatchLoader.from_config(
         config, corpus=corpora, seed=SEED, epochs=1, rank=world.rank, world_size=world.size
     )
     size = config.train.batch_size
-    most = _most_rows(config, device, world)
+    max_rows = _max_rows(config, device, world)
     num_rows = loader.num_rows if world.size > 1 else 0
     for number, rows in enumerate(itertools.islice(loader, max_batches or None)):
         # The last batch may have fewer rows.
         total = min(size, num_rows - number * size) if world.size > 1 else rows.num_rows
-        own = nth_part(total, world.rank, world.size)
+        local_rows = nth_part(total, world.rank, world.size)
         batch = to_torch(rows, device=device)
-        num_parts = math.ceil(math.ceil(total / world.size) / most)
-        for part in (nth_part(len(own), i, num_parts) for i in range(num_parts)):
-            yield number, own.start + part.start, rows_of(batch, part)
+        num_parts = math.ceil(math.ceil(total / world.size) / max_rows)
+        for part in (nth_part(len(local_rows), i, num_parts) for i in range(num_parts)):
+            yield number, local_rows.start + part.start, rows_of(batch, part)
 
 
-def _most_rows(config: Config, device: torch.device, world: World) -> int:
+def _max_rows(config: Config, device: torch.device, world: World) -> int:
     return rows_per_micro_batch(config.train, world.size) if device.type == "cuda" else config.train.batch_size
 
 
 def _outputs(run: Callable[[int, int, Mapping[str, Tensor]], Output], batches: _Batches) -> Iterator[Output]:
-    """Runs parts of batches; where memory runs out, this one and those after it in halves."""
+    """Runs parts of batches. After running out of memory, runs this part and all later parts in halves."""
     num_pieces = 1
     for number, first_row, batch in batches:
         num_rows = len(batch["input_ids"])
@@ -289,14 +289,14 @@ def _outputs(run: Callable[[int, int, Mapping[str, Tensor]], Output], batches: _
                 if len(rows) < 2 or not is_out_of_memory(error):
                     raise
                 num_pieces *= 2
-                halves = ((each[len(each) // 2 :], each[: len(each) // 2]) for each in (*pending, rows))
+                halves = ((group[len(group) // 2 :], group[: len(group) // 2]) for group in (*pending, rows))
                 pending = [half for pair in halves for half in pair if half]
             if output is not None:
                 yield output
 
 
 @torch.no_grad()
-def _judge(
+def _measure(
     model: Electra,
     objective: Objective,
     compute: ComputeConfig,
@@ -317,26 +317,25 @@ def _judge(
         with use_compute(compute):
             return forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
 
-    def counted(batches: _Batches) -> _Batches:
+    def with_count(batches: _Batches) -> _Batches:
         nonlocal num_rows
         for number, first_row, batch in batches:
             num_rows += len(batch["input_ids"])
-            # Without rows of its own, since other ranks have some, and may need this rank's part of the model.
+            # Runs even if this rank has no rows: other ranks may need its shard of the model.
             yield number, first_row, batch if len(batch["input_ids"]) else padding_row(batch)
 
     # Ranks of a sharded model have to make the same calls.
     is_whole = forward == objective.forward
-    for output in _outputs(run, counted(batches)) if is_whole else itertools.starmap(run, counted(batches)):
+    for output in _outputs(run, with_count(batches)) if is_whole else itertools.starmap(run, with_count(batches)):
         for name, total in output.totals.items():
             totals[name] += total
-        found = output.predictions
-        if found is not None:
-            logits.append(found.logits_T[found.valid_T].float().cpu().numpy())
-            labels.append(found.replaced_T[found.valid_T].cpu().numpy())
+        if (predicted := output.predictions) is not None:
+            logits.append(predicted.logits_T[predicted.valid_T].float().cpu().numpy())
+            labels.append(predicted.replaced_T[predicted.valid_T].cpu().numpy())
     for module, is_training in modes.items():
         module.training = is_training
-    own = torch.tensor([*(float(total) for total in totals.values()), num_rows], dtype=torch.float64)
-    *sums, num_rows = world.all_gather(own).sum(0).tolist()
+    local_totals = torch.tensor([*(float(total) for total in totals.values()), num_rows], dtype=torch.float64)
+    *sums, num_rows = world.all_gather(local_totals).sum(0).tolist()
     read = dict(zip(totals, sums, strict=True))
     predictions = world.all_gather_object((np.concatenate(logits), np.concatenate(labels)))
     all_logits, all_labels = (np.concatenate(arrays) for arrays in zip(*predictions, strict=True))
@@ -347,8 +346,8 @@ def _judge(
 def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> float | None:
     """Returns the area under the ROC curve of the discriminator's logits, with ties counted half.
 
-    None if only one class occurs. It is the Mann-Whitney U of the replaced tokens; to import scikit-learn for it takes
-    as long as to import torch. Raises ValueError if logits are not finite.
+    Returns None if only one class occurs. Computed as the Mann-Whitney U of the replaced tokens, since importing
+    scikit-learn takes as long as importing torch. Raises ValueError if logits are not finite.
     """
     if not np.isfinite(logits).all():
         raise InputError("the discriminator's logits are not finite: its training diverged; use an earlier checkpoint")
@@ -362,26 +361,26 @@ def area_under_curve(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.boo
     return float(u / (num_positive * num_negative))
 
 
-def _own_corpus(source: Path) -> Mixture:
-    """Returns the corpus that a run was trained on, and says so. Raises ValueError or OSError if it is not there."""
+def _training_corpus(source: Path) -> Mixture:
+    """Returns the corpus that a run was trained on, and prints it. Raises ValueError or OSError if it is missing."""
     stored = checkpoint_of(source)
-    remedy = "name the corpus to evaluate on after it"
+    remedy = "pass the corpus to evaluate on after the model"
     folders = Config.load(stored / "config.toml").data.corpus if stored else ""
     if not folders:
-        raise InputError(f"{source}: does not say what it was trained on; {remedy}")
+        raise InputError(f"{source}: has no record of its training corpus; {remedy}")
     if missing := missing_folder(folders):
-        raise FileNotFoundError(f"{source}: was trained on {missing}, which is gone; {remedy}")
+        raise FileNotFoundError(f"{source}: was trained on {missing}, which no longer exists; {remedy}")
     mixture = Mixture(folders)
     trained_on = origin(source).corpus
     if trained_on not in (None, mixture.content_hash):
         raise InputError(f"{source}: {mixture} has changed since the run was trained on it; {remedy}")
-    part = "all of it" if mixture.holdout is None else "its validation part"
-    say(f"{source}: evaluated on the corpus of its training, {mixture} ({part})")
+    part = "all of it" if mixture.holdout is None else "validation set"
+    say(f"{source}: evaluated on its training corpus, {mixture} ({part})")
     return mixture
 
 
-def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
-    """Returns the folders to judge a model by; warns if the model was trained on all of one."""
+def _validation_sets(source: str | Path, mixture: Mixture) -> Corpora:
+    """Returns the folders to evaluate a model on; warns if the model was trained on all of a folder."""
     if mixture.holdout is not None:
         return mixture.holdout
     trained_on = origin(Path(source)).corpus or ""
@@ -389,7 +388,7 @@ def _validation_part(source: str | Path, mixture: Mixture) -> Corpora:
         if corpus.content_hash in trained_on:
             say(
                 f"warning: {folder}: the model was trained on all of this corpus; "
-                "prepare the text with --holdout to get metrics on unseen text"
+                "prepare the text with --holdout to evaluate on unseen text"
             )
     return mixture.folders[0] if mixture.is_single else mixture.folders
 
@@ -401,9 +400,9 @@ def _corruptor(corrupted_by: str | Path, mixture: Mixture, device: torch.device)
 
 
 def _common_config(config: Config, length: int) -> Config:
-    """Returns a configuration whose rows do not depend on how a model was trained."""
+    """Returns a configuration whose rows do not depend on a model's training."""
     rows = {"sequence_length": length, "packing": "best-fit", "cut_at": "token", "masking": "tokens", "mask_prob": 0.15}
-    # `_check_length` checks this model's positions, which the configuration would limit as for training.
+    # `_check_length` checks the model's positions, so the configuration need not limit them here.
     return config.override(rows, max_positions=max(config.model.max_positions, length))
 
 
@@ -414,18 +413,18 @@ def _check_length(
     corrupted_by: str | Path = UNIGRAM,
     corruptor: Corruptor | None = None,
 ) -> None:
-    """Raises ValueError if rows are too long for model or corruptor; warns if the model was trained on shorter ones."""
+    """Raises ValueError if rows are too long for model or corruptor; warns if the rows in training were shorter."""
     limits = {source: max_positions(model), corrupted_by: corruptor.max_positions if corruptor else None}
     for folder, longest in limits.items():
         if longest is not None and length > longest:
             raise InputError(
                 f"{folder}: reads at most {longest} tokens, but rows have {length}; pass --sequence-length {longest} "
-                "or less, the same for all compared models"
+                "or less, and the same value for all compared models"
             )
     trained = model.config.data.sequence_length
     if trained < length:
         say(
-            f"warning: {source}: was trained on rows of {trained} tokens and is judged on rows of {length}; "
+            f"warning: {source}: was trained on rows of {trained} tokens and is evaluated on rows of {length}; "
             f"pass --sequence-length {trained} for all compared models"
         )
 
@@ -447,19 +446,19 @@ class Word:
 
 @torch.no_grad()
 def verdicts(run: Path, corpus: Corpus) -> list[list[Word]]:
-    """Returns validation rows as the generator corrupted them, with the discriminator's verdict on each word.
+    """Returns rows of the validation set, corrupted by the generator, with the discriminator's verdict on each word.
 
-    Raises InputError if the newest checkpoint has no discriminator, or the corpus no validation split or another
-    vocabulary.
+    Raises InputError if the newest checkpoint has no discriminator, if the corpus has no validation set, or if its
+    vocabulary is another.
     """
     model = read_model(run)
     config = model.config
     validation = corpus.holdout
     tokenizer = Tokenizer.of(corpus)
     if validation is None:
-        raise InputError("the corpus has no validation split (`electra-fast prepare --holdout`)")
+        raise InputError("the corpus has no validation set; prepare it with --holdout")
     if corpus.vocab_size != config.model.vocab_size:
-        raise InputError(f"the corpus has {corpus.vocab_size} vocabulary entries, the run {config.model.vocab_size}")
+        raise InputError(f"corpus vocabulary: expected {config.model.vocab_size} entries, got {corpus.vocab_size}")
     loader = BatchLoader.from_config(config, corpus=validation, batch_size=NUM_SENTENCES, seed=SEED, epochs=1)
     batch = to_torch(next(loader))
     objective = objective_of(config)
@@ -468,7 +467,7 @@ def verdicts(run: Path, corpus: Corpus) -> list[list[Word]]:
     output = objective.forward(model, MicroBatch(batch, ComputeConfig("sdpa", torch.float32), key, denominators))
     predictions = output.predictions
     if predictions is None:
-        raise InputError(f"objective.name = {config.objective.name} has no discriminator")
+        raise InputError(f"objective.name = {config.objective.name}: has no discriminator")
     shape = batch["input_ids"].shape
     original = batch["input_ids"].long().scatter(1, batch["masked_positions"].long(), batch["masked_ids"].long())
     replaced_prob_T = predictions.logits_T.sigmoid()
@@ -485,7 +484,7 @@ def _words(
     probability: list[float],
     segments: list[int],
 ) -> list[Word]:
-    """One row with its pieces joined into words; a word's probability is the maximum over its pieces."""
+    """Returns a row's words, joined from their pieces. A word's probability is the maximum over its pieces."""
     special = set(tokenizer.special_tokens.values())
     words: list[Word] = []
     for i, token_id in enumerate(corrupted):

@@ -1,9 +1,9 @@
-"""Who else sees the lines of a training: loggers, and the functions that its caller gave.
+"""Receivers of a run's metrics: loggers, and the callbacks of its caller.
 
-TensorBoard, Weights & Biases and MLflow show the lines of metrics.jsonl and evaluations.jsonl. Those files stay the
-truth. A session first sends each logger the lines that it has not seen, so that a logger added later shows the whole
-run; a line that a resumed run repeats is not sent again. Which run of the logger it is, and what it has seen, is in
-`loggers.json` in the run's folder.
+TensorBoard, Weights & Biases and MLflow show the lines of metrics.jsonl and evaluations.jsonl, which remain the source
+of truth. A session first sends each logger the lines that it has not received, so that a logger added later shows the
+whole run. A line that a resumed run repeats is not sent again. `loggers.json` in the run's folder has the id of each
+logger's run and the last step that it has received.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def require_loggers(key: str, value: str | list[str]) -> None:
 
 
 def forget_loggers(folder: Path, step: int) -> None:
-    """Makes the next session begin a new run of each logger if one has lines after `step`, which are now outdated."""
+    """Makes the next session start a new run in each logger if a logger has lines after `step`, now outdated."""
     path = folder / FILE
     seen = [last for state in read_object(path).values() for last in state["steps"].values()] if path.exists() else []
     if max(seen, default=step) > step:
@@ -52,8 +52,8 @@ class Logger(ABC):
     """A run of one logger."""
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns, by kind, the last step whose line cannot have been lost in a kill; `state` is as in loggers.json."""
-        steps: dict[str, int] = state["steps"]  # where `log` returns after the line is written
+        """Returns, by kind, the last step whose line a kill cannot have lost. `state` is from loggers.json."""
+        steps: dict[str, int] = state["steps"]  # for loggers whose `log` writes the line before it returns
         return steps
 
     @abstractmethod
@@ -62,14 +62,14 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the session's part of the run."""
+        """Ends the session."""
 
 
 class Loggers:
-    """The loggers of a run, as a context manager. What a logger raises is reported once, and ends its logging.
+    """A context manager for the loggers of a run. A logger that raises an error is reported and removed.
 
     Args:
-        names: Of `train.loggers`.
+        names: The names in `train.loggers`.
         folder: The run's folder.
         settings: The resolved configuration, by section.
         earlier: Lines of the run's logs, `kind → records`.
@@ -86,7 +86,8 @@ class Loggers:
         self._folder = folder
         self._settings = settings
         self._earlier = sorted(
-            ((kind, each) for kind, records in earlier.items() for each in records), key=lambda line: line[1]["step"]
+            ((kind, record) for kind, records in earlier.items() for record in records),
+            key=lambda line: line[1]["step"],
         )
         self._open: dict[str, Logger] = {}
         self._state: dict[str, Any] = {}
@@ -111,7 +112,7 @@ class Loggers:
         return self
 
     def log(self, kind: str, record: Record) -> None:
-        """Sends a record with its `kind` (train, validation) before each name, to loggers that have not seen it."""
+        """Sends a record to loggers that have not received it, with its `kind` (train, validation) before each name."""
         step = int(record["step"])
         values = dict(_numbers(f"{kind}/", record))
         for name, logger in list(self._open.items()):
@@ -128,7 +129,7 @@ class Loggers:
 
     def _give_up(self, name: str, error: Exception) -> None:
         self._open.pop(name, None)
-        say(f"warning: {name}: {type(error).__name__}: {error}; training goes on without it")
+        say(f"warning: {name}: {type(error).__name__}: {error}; training continues without it")
 
     def __exit__(self, *error: object) -> None:
         for name, logger in list(self._open.items()):
@@ -167,16 +168,16 @@ class _TensorBoard(Logger):
 
 
 class _Wandb(Logger):
-    """Weights & Biases, whose environment variables choose project and mode."""
+    """Weights & Biases. Its environment variables choose the project and the mode."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
         self._wandb: Any = importlib.import_module("wandb")
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        own = {"id": state["id"], "dir": str(folder)}
-        self._run = self._wandb.init(project=project, name=title, config=dict(settings), resume="allow", **own)
+        options = {"id": state["id"], "dir": str(folder)}
+        self._run = self._wandb.init(project=project, name=title, config=dict(settings), resume="allow", **options)
 
     def arrived(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns what was sent before the last clean end; W&B writes in blocks, of which a kill loses the last."""
+        """Returns the last steps before the last clean end. W&B writes in blocks, and a kill loses the last block."""
         return dict(state.get("closed", {}))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -187,7 +188,7 @@ class _Wandb(Logger):
 
 
 class _Mlflow(Logger):
-    """MLflow, at the server or in the database that MLFLOW_TRACKING_URI names."""
+    """MLflow, on the server or in the database of MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path, title: str, state: dict[str, Any], settings: Record, last: int) -> None:
         from mlflow import MlflowClient
@@ -197,8 +198,8 @@ class _Mlflow(Logger):
         self._metric = Metric
         if "run" not in state:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = self._client.get_experiment_by_name(name)
-            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            existing = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
             state["run"] = self._client.create_run(experiment, run_name=title).info.run_id
             params = [Param(f"{section}.{key}", str(keys[key])) for section, keys in settings.items() for key in keys]
             self._client.log_batch(state["run"], params=params)
@@ -217,9 +218,9 @@ _KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow"
 
 
 class Callbacks:
-    """The functions that a caller of `pretrain` or `finetune` gave; each is called with a copy of a record.
+    """The callbacks of `pretrain` or `finetune`. Each is called with a copy of a record.
 
-    An exception in one is reported once. `StopTraining` is kept in `stop`, for the training to raise after a
+    An exception in a callback is reported once. `StopTraining` is stored in `stop`; training raises it after a
     checkpoint.
     """
 
@@ -229,13 +230,13 @@ class Callbacks:
         on_evaluation: Callback | None = None,
         on_checkpoint: Callback | None = None,
     ) -> None:
-        given = {"on_log": on_log, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
-        self._given = {name: each for name, each in given.items() if each is not None}
+        callbacks = {"on_log": on_log, "on_evaluation": on_evaluation, "on_checkpoint": on_checkpoint}
+        self._callbacks = {name: callback for name, callback in callbacks.items() if callback is not None}
         self._failed: set[str] = set()
         self.stop: StopTraining | None = None
 
     def __call__(self, name: str, record: Record) -> None:
-        if (callback := self._given.get(name)) is not None:
+        if (callback := self._callbacks.get(name)) is not None:
             try:
                 callback(dict(record))
             except StopTraining as stop:
@@ -243,4 +244,4 @@ class Callbacks:
             except Exception as error:
                 if name not in self._failed:
                     self._failed.add(name)
-                    say(f"warning: {name} raised {type(error).__name__}: {error}; training goes on, and calls it again")
+                    say(f"warning: {name} raised {type(error).__name__}: {error}; training continues, calling it again")

@@ -10,12 +10,12 @@ from electra_fast.model.compute import ComputeConfig
 INITIAL_SCALE = 2.0**16
 MAX_SCALE = 2.0**24
 GROWTH_INTERVAL = 2000
-"""Steps in a row with finite gradients after which the scale doubles."""
+"""Number of consecutive steps with finite gradients after which the scale doubles."""
 PREFIX = "loss_scale."
 
 
 class LossScaler:
-    """Keeps gradients of fp16 activations, most of which are below its smallest number, within its range.
+    """Keeps the gradients of fp16 activations, most of which would underflow, within the range of fp16.
 
     The loss is multiplied by `scale`, a power of two, before its backward pass, and the parameters' fp32 gradients are
     divided by it. Gradients that are not finite halve the scale, down to 1, and their step must be skipped.
@@ -37,8 +37,8 @@ class LossScaler:
     def unscale(self, gradients: list[Tensor]) -> None:
         torch._foreach_mul_(gradients, 1 / self.scale)
 
-    def judge(self, norm: Tensor) -> Tensor:
-        """Adapts the scale to a step's gradient norm; returns 1 if the step must be skipped, else 0 (fp32 scalars)."""
+    def adapt(self, norm: Tensor) -> Tensor:
+        """Adapts the scale to a step's gradient norm. Returns 1 if the step must be skipped, else 0 (fp32 scalar)."""
         has_overflowed = ~norm.isfinite()
         self._num_failed += has_overflowed & (self.scale <= 1)
         self._num_good.copy_((self._num_good + 1) * ~has_overflowed)
@@ -48,7 +48,7 @@ class LossScaler:
         return has_overflowed.float()
 
     def has_failed(self) -> bool:
-        """Returns True if gradients were not finite although the scale was 1; waits for the device."""
+        """Returns whether gradients were not finite although the scale was 1; waits for the device."""
         return bool(self._num_failed)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -56,8 +56,8 @@ class LossScaler:
 
 
 def discard(gradients: list[Tensor], skipped: Tensor) -> None:
-    """Zeroes gradients, even nan, if a scalar is 1."""
-    torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, each) for each in gradients])
+    """Zeroes gradients, including nan, if the scalar `skipped` is 1."""
+    torch._foreach_copy_(gradients, [torch.where(skipped > 0, 0.0, gradient) for gradient in gradients])
 
 
 def loss_scaler(compute: ComputeConfig, device: torch.device) -> LossScaler | None:

@@ -1,7 +1,7 @@
 """The mirror of a run in an object store (`train.mirror`): its newest checkpoints, logs, configuration and tokenizer.
 
-The store has the layout of the run's folder. A checkpoint there is whole once it has its state.json, which is uploaded
-last. `mirror.json` names the run and its latest session, the only one that may write.
+The store has the layout of the run's folder. A checkpoint in it is complete once it has a state.json, which is uploaded
+last. `mirror.json` has the ids of the run and of its latest session. Only this session may write.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from electra_fast.files.json_files import json_text, parse_json
 from electra_fast.messages import say
 
 OWNER = "mirror.json"
-# Folder in a run for what is being copied, so that training may remove and change the originals.
+# Folder in a run for files that are being copied, so that training may remove and change the originals.
 _COPIES = ".mirror"
 # Longest wait for the last copy when a run fails.
 _FAILED_SECONDS = 60.0
 
 
 def checked_url(url: str) -> str:
-    """Returns a value of `train.mirror` in its normal form. Raises ValueError unless it is a URL or empty."""
-    found = url_of(url) if url else ""
-    if found is None:
-        raise InputError(f'train.mirror = "{url}" is not the URL of a place in an object store, as s3://bucket/run')
-    return found
+    """Returns a value of `train.mirror` in normal form. Raises ValueError unless it is a URL or empty."""
+    parsed = url_of(url) if url else ""
+    if parsed is None:
+        raise InputError(f'train.mirror = "{url}": must be a URL in an object store, such as s3://bucket/run')
+    return parsed
 
 
 def read_config(url: str) -> dict[str, Any] | None:
@@ -53,23 +53,24 @@ def read_config(url: str) -> dict[str, Any] | None:
 def restore(run: Path, url: str, *, goes_back: bool) -> None:
     """Downloads the mirror's newest intact checkpoint if it is newer than the folder's, unless the run goes back.
 
-    With it come the best one, logs, configuration and tokenizer. Warns about newer ones that are damaged or incomplete.
-
-    Raises ValueError if the mirror is not that of the folder's run, or has checkpoints of which none is intact.
+    Also downloads the best checkpoint, logs, configuration and tokenizer. Warns about newer checkpoints that are
+    damaged or incomplete. Raises ValueError if the mirror belongs to another run, or if no checkpoint in it is intact.
     """
     owner = _owner(url)
-    own = _run_of(run)
+    run_id = _run_of(run)
     local = checkpoint_folder.steps(run)
     if owner is None:
-        if found := list_objects(url):
-            raise InputError(f"{url}: holds {found[0][0]} but no mirror of a run; choose an empty place (train.mirror)")
+        if objects := list_objects(url):
+            raise InputError(
+                f"{url}: contains {objects[0][0]} but no mirror of a run; choose an empty prefix (train.mirror)"
+            )
         return
-    if (own or local) and own != owner:
+    if (run_id or local) and run_id != owner:
         raise InputError(
-            f"{url}: the mirror of another run than {run}; give another train.mirror, or another --out to resume it"
+            f"{url}: the mirror of a run other than {run}; choose another train.mirror, or another --out to resume it"
         )
     is_run = local or (run / "config.toml").exists()
-    if goes_back or (not is_run and foreign_names(run)):  # no folder for a run, which `open_run` refuses
+    if goes_back or (not is_run and foreign_names(run)):  # `open_run` refuses a folder with other files
         return
     there = _checkpoints(url)
     newest = local[-1] if local else -1
@@ -85,21 +86,21 @@ def restore(run: Path, url: str, *, goes_back: bool) -> None:
         return
     if not local and any(STATE in names for names in there.values()):
         reasons = "; ".join(problems)
-        raise InputError(f"{url}: no intact checkpoint: {reasons}; give another train.mirror to start again")
+        raise InputError(f"{url}: no intact checkpoint: {reasons}; choose another train.mirror to start again")
 
 
 def claim(run: Path, url: str, from_step: int | None) -> None:
-    """Makes a place in a store the mirror of a run, and this session the one that writes to it.
+    """Makes a URL the mirror of a run, and this session the only writer.
 
-    Removes checkpoints after `from_step`. Raises ValueError if another run has it; OSError or ValueError if it cannot
-    be written.
+    Removes checkpoints after `from_step`. Raises ValueError if it is another run's mirror, and OSError or ValueError if
+    it is not writable.
     """
-    own = _run_of(run) or _owner(url) or secrets.token_hex(8)
+    run_id = _run_of(run) or _owner(url) or secrets.token_hex(8)
     path = run / OWNER
-    replace_file(path, json_text({"run": own, "session": secrets.token_hex(8)}))
+    replace_file(path, json_text({"run": run_id, "session": secrets.token_hex(8)}))
     if not upload(str(path), f"{url}/{OWNER}", if_absent=True):
-        if _owner(url) != own:
-            raise InputError(f"{url}: another run has begun to mirror there; give another train.mirror")
+        if _owner(url) != run_id:
+            raise InputError(f"{url}: another run has started to write here; choose another train.mirror")
         upload(str(path), f"{url}/{OWNER}")
     if from_step is not None:
         for step, names in _checkpoints(url).items():
@@ -109,9 +110,9 @@ def claim(run: Path, url: str, from_step: int | None) -> None:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Files to upload: `folder/files` has the run's small ones, `folder/step-N` checkpoints.
+    """Files to upload: `folder/files` has the run's small files, `folder/step-N` its checkpoints.
 
-    `steps` are the newest checkpoint, which is there, and the best one.
+    `steps` are the steps of the newest checkpoint, which is in the folder, and of the best one.
     """
 
     folder: Path
@@ -119,10 +120,10 @@ class _Copy:
 
 
 class Mirror:
-    """Copies a run's checkpoints to its mirror in a thread, one at a time; only the newest of those that wait.
+    """Copies a run's checkpoints to its mirror in a thread, one at a time; a newer checkpoint replaces a waiting one.
 
-    A failure ends nothing and is in `problems`; the next copy tries again. At exit, after an error, waits for the copy
-    in progress for up to a minute. This session has claimed `url`, where `keep` checkpoints are kept besides the best.
+    Failures are added to `problems`, and the next copy tries again. At exit after an error, waits up to a minute for
+    the copy in progress. This session must have claimed `url`. The mirror keeps `keep` checkpoints and the best one.
     """
 
     def __init__(self, run: Path, url: str, keep: int) -> None:
@@ -137,9 +138,9 @@ class Mirror:
         self._current: _Copy | None = None
 
     def add(self, step: int, best_step: int | None) -> None:
-        """Starts to copy the complete checkpoint of a step, the best one and the run's small files.
+        """Starts to copy the complete checkpoint of a step, the best checkpoint and the run's small files.
 
-        Links or copies them first, so that they may change and be removed afterwards.
+        Links or copies all files first, so that the originals may change or be removed afterwards.
         """
         if self._is_over:
             return
@@ -156,26 +157,26 @@ class Mirror:
             remove(skipped.folder)
 
     def wait_up_to(self, seconds: float) -> bool:
-        """Waits for the copies for up to `seconds`; returns whether none is left."""
+        """Waits up to `seconds` for the copies; returns whether all are finished."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and self._current is None, seconds)
 
     def take_problems(self) -> list[str]:
-        """Returns the failures since the last call, each a sentence that names the URL and the checkpoint."""
+        """Returns the failures since the last call, each with the URL and the checkpoint."""
         return [self.problems.pop(0) for _ in range(len(self.problems))]
 
     def close(self) -> None:
-        """Gives up copies that are not finished, which become a problem; there can be no `add` afterwards."""
+        """Cancels unfinished copies, and adds a problem if there are any. `add` has no effect afterwards."""
         with self._changed:
-            left = None if self._is_over else self._next or self._current
+            unfinished = None if self._is_over else self._next or self._current
             self._is_over = True
-        if left is not None:
-            self._fail(left.steps[0], "the copy was not finished in time")
+        if unfinished is not None:
+            self._fail(unfinished.steps[0], "the copy was not finished in time")
         remove(self._run / _COPIES)
 
     def __enter__(self) -> Self:
         remove(self._run / _COPIES)  # left by a kill
-        # A daemon, since the interpreter must not wait at exit for a store that does not answer.
+        # A daemon: at exit, the interpreter must not wait for a store that does not answer.
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
         return self
 
@@ -194,8 +195,8 @@ class Mirror:
             if path.is_file() and not path.name.startswith(".") and path.name != OWNER:
                 shutil.copyfile(path, files / path.name)
         shutil.copytree(self._run / "tokenizer", files / "tokenizer", copy_function=shutil.copyfile)
-        steps = [each for each in dict.fromkeys((step, best_step)) if each is not None]
-        for source in (checkpoint_folder.path_of(self._run, each) for each in steps):
+        steps = [candidate for candidate in dict.fromkeys((step, best_step)) if candidate is not None]
+        for source in (checkpoint_folder.path_of(self._run, candidate) for candidate in steps):
             if source.is_dir():
                 shutil.copytree(source, folder / source.name, copy_function=_link)
         return _Copy(folder, steps)
@@ -211,7 +212,7 @@ class Mirror:
             try:
                 if not self._is_over:
                     self._copy(copy)
-            except Exception as error:  # whatever fails must not end the run
+            except Exception as error:  # no failure may end the run
                 self._fail(copy.steps[0], error)
             remove(copy.folder)
             with self._changed:
@@ -229,16 +230,17 @@ class Mirror:
         if not self._is_own():  # a later session may have later checkpoints
             return
         whole = {step for step, names in there.items() if STATE in names and step <= copy.steps[0]} | {*copy.steps}
-        kept = {*sorted(whole)[-self._keep :], *copy.steps}
-        for step in there.keys() - kept:  # also what failed copies have left, and later steps, which this run has left
+        retained = {*sorted(whole)[-self._keep :], *copy.steps}
+        # Also removes remains of failed copies, and steps that the run abandoned when it went back.
+        for step in there.keys() - retained:
             _delete(self._url, step, there[step])
 
     def _is_own(self) -> bool:
-        """Returns whether this session still has the mirror; otherwise it copies nothing more."""
+        """Returns whether this session still owns the mirror. If not, stops copying."""
         if read(f"{self._url}/{OWNER}") == (self._run / OWNER).read_bytes():
             return True
         self._is_over = True
-        self.problems.append(f"{self._url}: {OWNER} names another session or is gone; this one copies nothing more")
+        self.problems.append(f"{self._url}: {OWNER} is missing or names another session; this session stops copying")
         return False
 
     def _copy_checkpoint(self, folder: Path, *, is_there: bool) -> None:
@@ -246,17 +248,17 @@ class Mirror:
         if is_there:
             if read(f"{url}/{STATE}") == (folder / STATE).read_bytes():
                 return
-            delete_objects(url, [STATE])  # while its files are replaced
+            delete_objects(url, [STATE])  # marks the checkpoint as incomplete while its files are replaced
         upload_folder(folder, url, STATE)
 
     def _fail(self, step: int, reason: object) -> None:
         self.problems.append(
-            f"{self._url}: step-{step} is not mirrored: {reason}; the next checkpoint, or the next start, tries again"
+            f"{self._url}: step-{step} is not mirrored: {reason}; the next checkpoint or session will try again"
         )
 
 
 def _owner(url: str) -> str | None:
-    """Returns the identity of the run whose mirror a place is, or None."""
+    """Returns the id of the run whose mirror a URL is, or None."""
     content = read(f"{url}/{OWNER}")
     return None if content is None else _identity(content, f"{url}/{OWNER}")
 
@@ -270,24 +272,24 @@ def _identity(content: bytes, place: str) -> str:
     try:
         return str(parse_json(content)["run"])
     except (ValueError, LookupError, TypeError) as error:
-        raise InputError(f"{place}: names no run ({error}); choose another train.mirror") from None
+        raise InputError(f"{place}: has no id of a run ({error}); choose another train.mirror") from None
 
 
 def _checkpoints(url: str) -> dict[int, list[str]]:
-    """Returns the names of the files of each checkpoint of a mirror, whole or not, by step."""
-    found: dict[int, list[str]] = {}
+    """Returns the file names of each checkpoint in a mirror, complete or not, by step."""
+    files_by_step: dict[int, list[str]] = {}
     for name, _ in list_objects(f"{url}/checkpoints"):
         folder, _, file = name.partition("/")
         step = checkpoint_folder.step_of(folder)
         if step is not None and _is_plain(file):
-            found.setdefault(step, []).append(file)
-    return found
+            files_by_step.setdefault(step, []).append(file)
+    return files_by_step
 
 
 def _download(run: Path, url: str, step: int, names: list[str], *, with_files: bool = False) -> str:
-    """Downloads a checkpoint if it is intact, and before it becomes visible the run's small files.
+    """Downloads a checkpoint if it is intact. The run's small files are downloaded before it becomes visible.
 
-    Otherwise warns, and returns what is damaged or missing.
+    If it is damaged or incomplete, warns and returns a description of the problem; else returns an empty string.
     """
     place = f"{url}/checkpoints/step-{step}"
 
@@ -313,14 +315,14 @@ def _download(run: Path, url: str, step: int, names: list[str], *, with_files: b
 
 
 def _delete(url: str, step: int, names: list[str]) -> None:
-    """Removes a checkpoint from a mirror; it is not whole from the first request on."""
+    """Removes a checkpoint from a mirror. The first request already marks it as incomplete."""
     place = f"{url}/checkpoints/step-{step}"
     delete_objects(place, [STATE])
     delete_objects(place, names)
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name from a store is that of a file of a folder: no other folder's, and not hidden."""
+    """Returns whether a name from a store is a plain file name: not in another folder, and not hidden."""
     return "/" not in name and not name.startswith(".") and name != ""
 
 

@@ -1,4 +1,4 @@
-"""Masked language modeling by Appendix G of the paper: the discriminator judges the generator's candidates.
+"""Masked language modeling as in Appendix G of the paper: the discriminator scores the generator's candidates.
 
 Each example is a text with one masked token. With D the discriminator's probability of "original" for a candidate x in
 its context c, p_G the generator's probability, and a = (1 - p) / p unmasked tokens per masked one,
@@ -6,7 +6,7 @@ its context c, p_G the generator's probability, and a = (1 - p) / p unmasked tok
     p_data(x | c) = D p_G / (a (1 - D) + p_G),
 
 and the prediction is the candidate with the largest p_data. p_G is the distribution that training samples from, at the
-objective's temperature. Where it excludes the original token (`disallow_correct`), the formula does not hold.
+objective's temperature. If it excludes the original token (`disallow_correct`), the formula does not hold.
 
 Shapes: C candidates, n tokens of a text, V vocabulary, D hidden.
 """
@@ -32,7 +32,7 @@ from electra_fast.objectives.objective import Number
 from electra_fast.progress import LINE_SECONDS
 
 NUM_CANDIDATES = 100
-"""Number of the generator's most likely tokens that the discriminator judges in the paper."""
+"""Number of the generator's most likely tokens that the discriminator scores in the paper."""
 # Rows per batch, which does not affect their contents.
 _BATCH = 32
 # Makes the masking `tokens`, which rounds up, mask one token per row.
@@ -65,16 +65,16 @@ def mlm_accuracy(
     num_examples: int,
     num_candidates: int = NUM_CANDIDATES,
 ) -> dict[str, Number]:
-    """Measures how often a model in evaluation mode predicts a masked token, over the first rows of corpora.
+    """Measures how often a model in evaluation mode predicts a masked token correctly, in the first rows of corpora.
 
-    Examples depend only on the corpora, the sequence length and the seed, and are at most `num_examples`. The context
-    is the masked token's segment of its row. The discriminator judges `num_candidates` tokens.
+    There are at most `num_examples` examples, which depend only on the corpora, the sequence length and the seed. The
+    context is the masked token's segment of its row. The discriminator scores `num_candidates` tokens.
 
     Returns:
         `mlm_accuracy`, `mlm_recall_at_100` (the true token is a candidate), `mlm_generator_accuracy` (the first
         candidate is correct; None if it is the model's prediction), and `mlm_examples`, the number of examples. All
-        None, and 0 examples, for models other than a generator with or without a discriminator, and for a
-        discriminator that never saw the original token sampled (`objective.disallow_correct`).
+        None, with 0 examples, for models other than a generator with or without a discriminator, and for a
+        discriminator that never saw the original token as a sample (`objective.disallow_correct`).
     """
     networks = model.networks.keys()
     examples: list[Example] = []
@@ -83,11 +83,11 @@ def mlm_accuracy(
         rows = _examples(corpora, sequence_length, seed)
         examples = list(itertools.islice(rows, num_examples))
     counts = _count(model, examples, num_candidates)
-    shares: list[Number] = [count / len(examples) if examples else None for count in counts]
+    rates: list[Number] = [count / len(examples) if examples else None for count in counts]
     return {
-        "mlm_accuracy": shares[0],
-        "mlm_recall_at_100": shares[1],
-        "mlm_generator_accuracy": shares[2] if "discriminator" in networks else None,
+        "mlm_accuracy": rates[0],
+        "mlm_recall_at_100": rates[1],
+        "mlm_generator_accuracy": rates[2] if "discriminator" in networks else None,
         "mlm_examples": len(examples),
     }
 
@@ -115,8 +115,8 @@ def predict(model: Electra, example: Example, num_candidates: int) -> tuple[list
 def log_odds(log_p_C: Tensor, logits_C: Tensor, mask_prob: float) -> Tensor:
     """Returns the logit of the candidates' p_data; fp64 [C] twice → fp64 [C].
 
-    Our logits z are positive for "replaced", so D = 1 / (1 + exp z). Appendix G's D p / (a (1 - D) + p) is then
-    1 / (1 + exp(z) (a + p) / p), whose logit does not round to ties when the discriminator is certain.
+    Our logits z are positive for "replaced", so D = 1 / (1 + exp z). Appendix G's D p / (a (1 - D) + p) then equals
+    1 / (1 + exp(z) (a + p) / p). Its logit does not round to ties if the discriminator is certain.
     """
     unmasked_per_masked = (1 - mask_prob) / mask_prob
     return log_p_C - torch.log(unmasked_per_masked + log_p_C.exp()) - logits_C

@@ -1,4 +1,4 @@
-"""The steps of several processes: on a CPU, data parallel over ranks, and sharded over ranks; and the choice of one."""
+"""The steps of several processes: on a CPU, data parallel over ranks, and sharded over ranks; `create_step` chooses."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class PretrainingWork(Work):
 
     config: Config
     objective: type[Objective]
-    """The class that the configuration names, which may come from outside this package."""
+    """The class of `objective.name`, which may be defined outside this package."""
     compute: ComputeConfig
     execution: str
     buffers: Mapping[str, NDArray[Any]]
     """The model's buffers, by name."""
     num_entries: int
-    """Size of the vocabulary, which the model's tables may exceed."""
+    """Size of the vocabulary. The model's tables may be larger."""
 
     def build_worker(self, rank: int, num_processes: int) -> tuple[Backward, Optimizer]:
         OBJECTIVES[self.config.objective.name] = self.objective
@@ -50,13 +50,13 @@ class PretrainingWork(Work):
         for name, values in self.buffers.items():
             model.get_buffer(name).copy_(torch.from_numpy(values))
         backward = Backward(model, self.config, self.compute, self.execution, rank, num_processes)
-        # Trains the parameters of the first stage.
+        # Has the parameters of the first stage.
         optimizer = Optimizer(model.named_parameters(), self.config.optimizer, matrix_dtype=self.compute.dtype)
         return backward, optimizer
 
 
 class CpuProcessesStep(TrainStep):
-    """The step of several processes that divide each micro-batch and the parameters, in shared memory of a CPU."""
+    """The step of several processes on a CPU, which divide each micro-batch and the parameters in shared memory."""
 
     def __init__(self, *arguments: Any, work: PretrainingWork, num_processes: int) -> None:
         super().__init__(*arguments)
@@ -85,7 +85,7 @@ class _RanksStep(TrainStep):
         self._step_totals = dict(zip(self._totals, self._step_vector.unbind(), strict=True))
 
     def _count(self, norm: Tensor, skipped: Tensor | None) -> None:
-        if self.world.is_first:  # each rank has the same ones, and the totals of all ranks are added up
+        if self.world.is_first:  # all ranks have the same norm, and their totals are summed
             self._step_totals[GRAD_NORM] += norm
         if skipped is not None:
             self._step_vector.masked_fill_(skipped > 0, 0.0)
@@ -95,10 +95,10 @@ class _RanksStep(TrainStep):
 
 
 class DataParallelStep(_RanksStep):
-    """The step of ranks that each hold the whole model and compute gradients of their own rows.
+    """The step of ranks that each hold the whole model and compute the gradients of some rows.
 
-    Collectives run between CUDA graphs, where NCCL's watchdog can see them. It is also the step of one rank with
-    `train.reduce = "exact"` or fp16.
+    Collectives run between CUDA graphs, where NCCL's watchdog can see them. A single rank with `train.reduce = "exact"`
+    or fp16 also uses this class.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -106,7 +106,7 @@ class DataParallelStep(_RanksStep):
         self._is_exact = self.config.train.reduce == "exact"
         self.optimizer.rule.divide_matrices(_matrix_division(self.world, self.backward.division, self._is_exact))
         self._make_buffer()
-        self._own_work: list[tuple[Any, Any]] = []
+        self._gradient_events: list[tuple[Any, Any]] = []
 
     def run(self) -> None:
         buffer = self._buffer
@@ -118,13 +118,13 @@ class DataParallelStep(_RanksStep):
             add_totals(totals, self._step_totals)
             buffer.collect(group)
         buffer.sum_groups()
-        self._communicate(self._end_own_work, buffer.reduce)
+        self._communicate(self._end_gradients, buffer.reduce)
         buffer.hand_over()
         gradients = list(optimizer.gradients().values())
         if self.scaler is not None:
             self.scaler.unscale(gradients)
         norm = global_norm(gradients)
-        skipped = None if self.scaler is None else self.scaler.judge(norm)
+        skipped = None if self.scaler is None else self.scaler.adapt(norm)
         if skipped is not None:
             buffer.discard(skipped)
         optimizer.update(norm, skipped)  # clips and updates, up to matrices of other ranks
@@ -134,7 +134,7 @@ class DataParallelStep(_RanksStep):
         self._count(norm, skipped)
 
     def _communicate(self, *functions: Any) -> None:
-        """Runs a collective, which comes last, between two graphs; it does nothing on a rank that is alone."""
+        """Runs functions, the last of which is a collective, between two graphs. A single rank runs only the last."""
         if self.world.size == 1:
             functions[-1]()
         else:
@@ -144,13 +144,13 @@ class DataParallelStep(_RanksStep):
         self._begin = None if self.graphs.stream is None or self.world.size == 1 else self.mark()
         super()._run_or_replay(step)
 
-    def _end_own_work(self) -> None:
+    def _end_gradients(self) -> None:
         if self._begin is not None:
-            self._own_work.append((self._begin, self.mark()))
+            self._gradient_events.append((self._begin, self.mark()))
 
     def take_device_seconds(self) -> float:
-        pairs = self._own_work
-        self._own_work = []
+        pairs = self._gradient_events
+        self._gradient_events = []
         return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
     def _set_stage(self, stage: Stage) -> None:
@@ -162,7 +162,7 @@ class DataParallelStep(_RanksStep):
 
 
 class ShardedStep(_RanksStep):
-    """The step of ranks that each hold some rows of every parameter; collectives come in all of it."""
+    """The step of ranks that each hold some rows of every parameter. Collectives run throughout the step."""
 
     def __init__(self, *arguments: Any, shards: Shards) -> None:
         super().__init__(*arguments)
@@ -186,7 +186,7 @@ class ShardedStep(_RanksStep):
             if self.scaler is not None:
                 self.scaler.unscale(gradients)
             norm = shards.global_norm(gradients)
-            skipped = None if self.scaler is None else self.scaler.judge(norm)
+            skipped = None if self.scaler is None else self.scaler.adapt(norm)
             if skipped is not None:
                 discard(gradients, skipped)
             optimizer.step(norm, skipped)  # clips and updates
@@ -210,16 +210,16 @@ def create_step(
     """Returns the step for a model on its device.
 
     Args:
-        model: Its parts that train are put into training mode, frozen ones into evaluation mode.
+        model: The model. Its trained parts are put into training mode, frozen parts into evaluation mode.
         optimizer: An optimizer of the model's parameters.
         config: Objective, micro-batches, schedule and seed.
         compute: Attention backend and activation dtype.
         execution: `eager`; `compile` (torch.compile of forward and backward, on CUDA inside a graph);
-            `graph` (the eager kernels captured in CUDA graphs, which are replayed); `branches` (a graph in which what
-            nothing waits for runs beside the rest, `ops.branches`).
-        num_processes: On a CPU, processes that share each micro-batch; by default as many as
-            `step_processes.choose_num_processes` finds useful.
-        world: The ranks among which the step's rows are divided; alone by default.
+            `graph` (the eager kernels captured in CUDA graphs, which are replayed); `branches` (a graph in which
+            independent operations run in parallel, `ops.branches`).
+        num_processes: On a CPU, the number of processes that share each micro-batch; by default
+            `step_processes.choose_num_processes`.
+        world: The ranks that share the step's rows; a single rank by default.
         shards: The rows of a sharded model's parameters that this rank holds.
         wrap: Wraps an objective's forward pass, if the model is sharded.
     """
@@ -252,7 +252,7 @@ def create_step(
 def time_steps(
     config: Config, compute: ComputeConfig, execution: str, device: torch.device, num_steps: int
 ) -> tuple[list[float], dict[str, float]]:
-    """Returns the seconds of each of a run's first steps on its device, and the totals of losses and gradient norms."""
+    """Returns the seconds of each of a run's first steps, and the totals of losses and gradient norms."""
     model = Electra(config).to(device)
     optimizer = Optimizer(model.named_parameters(), config.optimizer, matrix_dtype=compute.dtype)
     step = create_step(model, optimizer, config, compute, execution)
@@ -266,16 +266,17 @@ def time_steps(
         step.synchronize()
         times.append(time.perf_counter() - start)
     totals = step.read_totals()
-    return times, {name: each for name, each in totals.items() if name.endswith("_loss") or name == GRAD_NORM}
+    return times, {name: total for name, total in totals.items() if name.endswith("_loss") or name == GRAD_NORM}
 
 
 def _matrix_division(world: World, division: Division, is_exact: bool) -> MatrixDivision:
-    """Divides matrices among the ranks of a node, or by the groups of exact sums.
+    """Divides matrices among the ranks of a node, or according to the groups of exact sums.
 
-    Among more ranks, parts of a few matrices would take longer to send than to compute (bench/MANY_GPUS.md).
+    Among more ranks, sending the results would take longer than computing them (bench/MANY_GPUS.md).
     """
     if is_exact:
-        return MatrixDivision(division.num_groups, division.own, world.all_gather_into if world.size > 1 else None)
+        gather = world.all_gather_into if world.size > 1 else None
+        return MatrixDivision(division.num_groups, division.local_groups, gather)
     if len(world.node_ranks) < 2:
         return MatrixDivision()
     number = world.node_ranks.index(world.rank)

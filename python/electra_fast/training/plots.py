@@ -41,25 +41,25 @@ def draw_curves(run: Path) -> None:
         figure = Figure(figsize=(12, 4))
         content = BytesIO()
         plot_curves(figure, run)
-        # To compute these takes as long as to draw.
+        # Constants, since computing the layout takes as long as drawing.
         figure.subplots_adjust(left=0.04, right=0.99, bottom=0.12, top=0.85, wspace=0.15)
         figure.savefig(content, format="png", dpi=100)
         replace_file(run / "curves.png", content.getvalue())
 
 
 def plot_curves(figure: FigureBase, run: Path) -> None:
-    """Plots metrics.jsonl and evaluations.jsonl of a run: a panel for each loss, and one for accuracies and AUCs."""
+    """Plots metrics.jsonl and evaluations.jsonl of a run: a panel per loss, and a panel for accuracies and AUCs."""
     records = read_records(run / "metrics.jsonl")
     validation = read_records(run / "evaluations.jsonl")
     # With stages, a loss may be absent from the first or last records.
-    present = {name for each in (*records, *validation) for name, value in each.items() if value is not None}
-    losses = [each for each in _LOSSES if each[0] in present] or [("loss", BLACK, "Loss")]
+    present = {name for record in (*records, *validation) for name, value in record.items() if value is not None}
+    losses = [loss for loss in _LOSSES if loss[0] in present] or [("loss", BLACK, "Loss")]
     *panels, right = figure.subplots(1, len(losses) + 1, squeeze=False)[0]
     for axes, (name, color, title) in zip(panels, losses, strict=True):
         _lines(axes, records, validation, {name: color}, title)
     accuracies = {name: color for name, color in _ACCURACIES.items() if name in present}
     aucs = {name: color for name, color in _AUCS.items() if name in present}
-    title = ", ".join(name for name, own in (("Accuracy", accuracies), ("AUC", aucs)) if own)
+    title = ", ".join(name for name, curves in (("Accuracy", accuracies), ("AUC", aucs)) if curves)
     _lines(right, records, [], accuracies, title)
     _lines(right, validation, [], aucs, title, "o--", suffix=", validation")
     right.set_ylim(0, 1)
@@ -69,11 +69,11 @@ def plot_curves(figure: FigureBase, run: Path) -> None:
 def plot_finetuning(
     figure: FigureBase, runs: Mapping[str, Sequence[Record]], metric: str, chosen: Mapping[str, int]
 ) -> None:
-    """Plots loss and validation score of fine-tunings by name, from metrics.jsonl; marks the chosen step of each."""
+    """Plots the losses and validation scores of fine-tuning runs from metrics.jsonl, with each run's chosen step."""
     left, right = figure.subplots(1, 2)
     for (name, records), color in zip(runs.items(), itertools.cycle((BLUE, ORANGE, GREEN, AMBER, GREY, BLACK))):
         for axes, key, style in ((left, "loss", "-"), (right, metric, "o-")):
-            points = [(each["step"], each[key]) for each in records if key in each]
+            points = [(record["step"], record[key]) for record in records if key in record]
             axes.plot([x for x, _ in points], [y for _, y in points], style, color=color, label=name, markersize=4)
         best = [point for point in points if point[0] == chosen.get(name)]
         right.plot([x for x, _ in best], [y for _, y in best], "*", color=color, markersize=13)

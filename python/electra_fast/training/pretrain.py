@@ -57,41 +57,41 @@ def pretrain(
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
 ) -> PretrainResult:
-    """Trains a run to its end, from the start or from where an earlier call stopped.
+    """Trains a run to completion, resuming it if an earlier call was interrupted.
 
-    With several processes, started by torchrun, each calls it and trains as one rank.
+    If torchrun starts several processes, each calls this function and trains as one rank.
 
     Args:
         corpus: Corpus folder, or several: a list of "FOLDER:WEIGHT", or a mapping from folder to weight; `data.corpus`
             of the configuration by default.
         out: Run folder; `train.out` of the configuration by default.
-        config: The run's configuration, or its TOML file. By default that of the run in `out`, where its choices for
-            the hardware are kept if they can run here, or else `Config()`.
-        overrides: Configuration keys to change, as for `Config.override`. `train.steps` may differ from that of an
+        config: The run's configuration, or its TOML file. By default the configuration of the run in `out`, with its
+            recorded hardware choices if they work on this machine, or else `Config()`.
+        overrides: Configuration keys to change, in the form of `Config.override`. `train.steps` may differ from an
             earlier call: a run, finished or not, continues to the new number, and the learning-rate schedule is
             stretched to it.
         device: "auto" (CUDA if there is a GPU), "cpu", "cuda" or "cuda:N". Several ranks choose their GPUs themselves.
-        allow_changes: Resume with changed optimizer, objective, data and training keys, or other corpora of the same
-            vocabulary or other weights. Changes are recorded in RUN/changes.jsonl. Model sizes can never change, except
-            that `model.max_positions` and the bases of rotary positions may grow.
+        allow_changes: Resume with changed optimizer, objective, data and training keys, with other corpora of the same
+            vocabulary, or with other weights of the corpora. Changes are recorded in RUN/changes.jsonl. Model sizes can
+            never change, except that `model.max_positions` and the bases of rotary positions may grow.
         from_step: Go back to the checkpoint of this step instead of the newest one. Renames later checkpoints and
             removes later log lines.
         on_log: Called on the first rank with each line of metrics.jsonl, as a dictionary. An exception in a callback is
-            reported once and stops nothing; `StopTraining` stops the run.
-        on_evaluation: Called likewise with each line of evaluations.jsonl.
-        on_checkpoint: Called likewise when a checkpoint is complete, with `{"step": N, "path": "RUN/checkpoints/…"}`.
+            reported once, and training continues; `StopTraining` stops the run.
+        on_evaluation: Called in the same way with each line of evaluations.jsonl.
+        on_checkpoint: Called when a checkpoint is complete, with `{"step": N, "path": "RUN/checkpoints/…"}`.
 
     Returns:
         The folder, the last step, and whether the run is finished or `train.max_minutes` stopped it.
 
     Raises:
-        ValueError, FileNotFoundError: Configuration, corpus and folder do not fit together.
+        ValueError, FileNotFoundError: The configuration, corpus or folder is wrong, or they do not match.
         Diverged: The loss is not finite, or so high that the run is lost (`train.stop_on_divergence`); the best
             checkpoint is kept.
         TrainingFailed: Another rank is lost; the last good checkpoint is kept.
         StopTraining: A callback raised it, and a checkpoint was written.
         Interrupted: A signal (SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2) to any rank requested a stop, and a checkpoint
-            was written. It is a `KeyboardInterrupt`, so that a notebook stops.
+            was written. It is a subclass of `KeyboardInterrupt`, so it stops the cells of a notebook.
     """
     config = config_of_run(config, corpus, overrides, out, from_step)
     config = config.override(
@@ -103,18 +103,16 @@ def pretrain(
         }
     )
     if not config.data.corpus or not config.train.out:
-        raise InputError(
-            "pretrain needs a corpus (electra-fast pretrain CORPUS) and a folder for the run (--out, train.out)"
-        )
+        raise InputError("a corpus or an output folder is missing; pass both: electra-fast pretrain CORPUS --out RUN")
     launch = Launch.from_environment()
     start = time.monotonic() - (launcher_seconds() if launch.attempt else 0.0)
     with stop_requests(is_launched=launch.launcher != "") as stop:
         if launch.launcher == "torchrun":
             stop_with_parent()
-        open_it = partial(open_run, allow_changes=allow_changes, from_step=from_step)
+        open_folder = partial(open_run, allow_changes=allow_changes, from_step=from_step)
         callbacks = Callbacks(on_log, on_evaluation, on_checkpoint)
         train = _train_alone if launch.world_size == 1 else partial(_train_among, launch)
-        run, step = train(config, device, open_it, stop, start, callbacks)
+        run, step = train(config, device, open_folder, stop, start, callbacks)
     if callbacks.stop is not None:
         raise callbacks.stop
     if stop and step < run.config.train.steps:
@@ -130,50 +128,52 @@ def pretrain(
 def _train_alone(
     config: Config,
     device: str,
-    open_it: Callable[[Config, Mixture], Run],
+    open_folder: Callable[[Config, Mixture], Run],
     stop: StopRequest,
     start: float,
     callbacks: Callbacks,
 ) -> tuple[Run, int]:
-    """Trains on one device; reports mistakes before importing torch, which takes seconds."""
+    """Trains on one device. Reports mistakes before it imports torch, which takes seconds."""
     mixture = Mixture(config.data.corpus)
-    if device != AUTO:  # which may be missing
-        _chosen(device)
+    if device != AUTO:  # the device may be missing
+        _choose_device(device)
     with exclusive(Path(config.train.out)):
-        run = open_it(config, mixture)
+        run = open_folder(config, mixture)
         from electra_fast.distributed.world import World
         from electra_fast.training.trainer import Trainer
 
-        return run, Trainer(run, mixture, World(), callbacks, _chosen(device)).train(stop, start)
+        return run, Trainer(run, mixture, World(), callbacks, _choose_device(device)).train(stop, start)
 
 
-def _chosen(device: str) -> torch.device:
+def _choose_device(device: str) -> torch.device:
     from electra_fast.model.compute import choose_device
 
     return choose_device(device)
 
 
 def _contents(mixture: Mixture) -> list[tuple[str, str | None]]:
-    """Returns content hashes of the corpora, with their weights, and of their validation parts."""
-    validation = [None if each.holdout is None else Corpus(each.holdout).content_hash for each in mixture.corpora]
+    """Returns content hashes of the corpora, with their weights, and of their validation sets."""
+    validation = [None if corpus.holdout is None else Corpus(corpus.holdout).content_hash for corpus in mixture.corpora]
     return list(zip(mixture.content_hash.split(" "), validation, strict=True))
 
 
-def _require_same(mixture: Mixture, rank: int, own: list[tuple[str, str | None]], first: Sequence[object]) -> None:
-    if len(own) != len(first):
+def _require_same(mixture: Mixture, rank: int, local: list[tuple[str, str | None]], first: Sequence[object]) -> None:
+    if len(local) != len(first):
         raise InputError(
-            f"{mixture}: {len(own)} corpora on rank {rank}, {len(first)} on the first; name the same there"
+            f"{mixture}: {len(local)} corpora on rank {rank}, but {len(first)} on the first rank; pass the same corpora"
         )
-    for folder, ours, theirs in zip(mixture.folders, own, first, strict=True):
+    for folder, ours, theirs in zip(mixture.folders, local, first, strict=True):
         if ours != theirs:
-            raise InputError(f"{folder}: not the same corpus on rank {rank} as on the first; copy it there again")
+            raise InputError(
+                f"{folder}: not the same corpus on rank {rank} as on the first rank; copy it to that machine again"
+            )
 
 
 def _train_among(
     launch: Launch,
     config: Config,
     device: str,
-    open_it: Callable[[Config, Mixture], Run],
+    open_folder: Callable[[Config, Mixture], Run],
     stop: StopRequest,
     start: float,
     callbacks: Callbacks,
@@ -182,7 +182,7 @@ def _train_among(
     try:
         Division.of(config.train, launch.rank, launch.world_size)
         if ":" in device:
-            raise InputError(f"device = {device!r}: each rank takes the GPU of its number; leave it out, or give cpu")
+            raise InputError(f"device = {device!r}: each rank chooses its GPU; remove the option, or pass cpu")
     except InputError:  # the same on each rank
         if launch.rank > 0:
             raise ReportedElsewhere from None
@@ -195,10 +195,10 @@ def _train_among(
         World.join(launch, folder, config.train.timeout_seconds, has_gpu=device != "cpu") as world,
         ExitStack() as held,
     ):
-        chosen = world.agree(lambda: _chosen(device))
+        chosen = world.agree(lambda: _choose_device(device))
         world.from_first(lambda: held.enter_context(exclusive(folder)))
         mixture = world.agree(lambda: Mixture(config.data.corpus))
         contents = world.all_gather_object(world.agree(lambda: _contents(mixture)))
         world.agree(lambda: _require_same(mixture, launch.rank, contents[launch.rank], contents[0]))
-        run = world.from_first_patiently(lambda: open_it(config, mixture))
+        run = world.from_first_patiently(lambda: open_folder(config, mixture))
         return run, Trainer(run, mixture, world, callbacks, chosen).train(stop, start)

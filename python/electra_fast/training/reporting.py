@@ -1,4 +1,4 @@
-"""What a session reports: its messages, environment, logs and progress line."""
+"""The output of a session: its messages, environment, logs and progress line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from electra_fast.training.loggers import Callbacks, Loggers, logger_names
 from electra_fast.training.plots import draw_curves
 from electra_fast.training.run import Run
 
-# Rows whose words are examined, and fractions of their tokens that cause a warning.
+# Rows whose words are checked, and fractions of their tokens that cause a warning.
 WORD_ROWS = 64
 FEW_IN_LONGER_WORDS = 0.05
 MANY_IN_TOO_LONG = 0.1
@@ -62,9 +62,9 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     for name, (was, now) in run.changes.items():
         yield f"changed at step {state.step}: {name} = {was!r} is now {now!r}"
     if "model.max_positions" in run.changes and config.model.architecture == "bert":
-        yield "the learned positions and their moments repeat from the first one on, until they are trained"
+        yield "the new positions start as copies of the learned positions and their moments"
     if "train.steps" in run.changes:
-        yield _rate_change(run, state.step, int(str(run.changes["train.steps"][0])))
+        yield _schedule_change(run, state.step, int(str(run.changes["train.steps"][0])))
     if not state.step:
         yield from compact(config, mixture, num_parameters, imported=state.imported)
     else:
@@ -73,11 +73,11 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
 
 def _shares(mixture: Mixture) -> str:
     members = zip(mixture.shares, mixture.names(), mixture.corpora, strict=True)
-    return ", ".join(f"{share:.2%} {name} ({each.num_tokens / 1e6:.2f} M tokens)" for share, name, each in members)
+    return ", ".join(f"{share:.2%} {name} ({corpus.num_tokens / 1e6:.2f} M tokens)" for share, name, corpus in members)
 
 
 def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
-    """Warns if masking whole words has little effect, because most words are single tokens or too long."""
+    """Yields a warning if masking whole words has little effect, because most words are single tokens or too long."""
     data = config.data
     starts = mixture.tokenizer.word_starts()
     if starts is None:
@@ -89,12 +89,12 @@ def words_to_mask(config: Config, mixture: Mixture) -> Iterator[str]:
     if too_long > MANY_IN_TOO_LONG:
         yield (
             f"warning: {name}: {too_long:.0%} of the tokens are in words of more than {budget} tokens, which are never "
-            "masked as a whole (text without spaces between words?); --data.masking tokens masks single tokens anywhere"
+            "masked as a whole; if the text has no spaces between words, mask single tokens (--data.masking tokens)"
         )
     elif data.masking == "whole-word" and 1 - single - too_long < FEW_IN_LONGER_WORDS:
         yield (
-            f"warning: {name} has hardly any effect: {single:.1%} of the tokens are words by themselves (text without "
-            "spaces between words, or a vocabulary that has most words); --data.masking span masks up to three together"
+            f"warning: {name} has little effect: {single:.1%} of the tokens are whole words (text without spaces, or a "
+            "vocabulary that contains most words); to mask up to three words together, pass --data.masking span"
         )
 
 
@@ -112,26 +112,26 @@ def _word_lengths(config: Config, mixture: Mixture, starts_V: torch.Tensor) -> t
     return torch.bincount(begins_T.cumsum(0)[~special_T])
 
 
-def _rate_change(run: Run, step: int, num_steps: int) -> str:
+def _schedule_change(run: Run, step: int, num_steps: int) -> str:
     """Describes the effect of stretching the schedule from `num_steps` on the learning rate."""
     optimizer = run.config.optimizer
     steps = run.config.train.steps
-    first = run.config.objective.generator_first  # steps with a schedule of their own
+    first = run.config.objective.generator_first  # steps with a separate schedule
     step = max(step, first)
     before, after = (
         lr_scale(optimizer, min(step, total) - first, total - first) * optimizer.learning_rate
         for total in (num_steps, steps)
     )
     return (
-        f"the schedule is stretched: the learning rate of step {step} is {after:.3g} "
-        f"(it was {before:.3g}) and falls to 0 at step {steps}"
+        f"the learning-rate schedule is stretched: the learning rate at step {step} is {after:.3g} "
+        f"(before: {before:.3g}) and falls to 0 at step {steps}"
     )
 
 
 def settings(
     config: Config, device: torch.device, num_ranks: int, num_rows: int, notes: list[str], stream_change: str
 ) -> Iterator[str]:
-    """Yields settings of this session, after `startup`; `num_rows` are the first rank's rows per step."""
+    """Yields the settings of this session, after `startup`; `num_rows` is the first rank's rows per step."""
     if num_ranks > 1:
         yield f"{num_ranks} ranks; the first has {num_rows} of {config.train.batch_size} rows per step"
     yield from notes
@@ -141,12 +141,12 @@ def settings(
     else:
         yield f"no MFU: the peak of this device in {precision} is unknown"
     if precision == "fp16":
-        yield "train.precision = fp16: losses are scaled; steps that overflow are skipped, and count as skipped_steps"
+        yield "train.precision = fp16: losses are scaled; steps that overflow are skipped and counted in skipped_steps"
     if stream_change:
         yield stream_change
     if config.train.execution == "compile":
         gain = "; on a CPU, eager is about as fast" if device.type == "cpu" else ""
-        yield f"train.execution = compile: the first step takes a minute or more, since it compiles{gain}"
+        yield f"train.execution = compile: the first step takes a minute or more to compile{gain}"
 
 
 def stage_begins(step: int, stage: Stage) -> str:
@@ -162,7 +162,7 @@ def captured(capture: Preparation) -> str:
     return f"step {capture.step}: captured the step as a CUDA graph in {capture.seconds:.1f} s{again}"
 
 
-def validation(found: Mapping[str, Number]) -> str:
+def validation(metrics: Mapping[str, Number]) -> str:
     named = {
         "discriminator_auc": "AUC",
         "unigram_auc": "unigram AUC",
@@ -170,7 +170,7 @@ def validation(found: Mapping[str, Number]) -> str:
         "encoder_loss": "enc",
         "generator_loss": "gen",
     }
-    return "  ".join(f"{label} {found[name]:.4f}" for name, label in named.items() if found.get(name) is not None)
+    return "  ".join(f"{label} {metrics[name]:.4f}" for name, label in named.items() if metrics.get(name) is not None)
 
 
 def out_of_time(run: Path, max_minutes: float, step: int, num_steps: int) -> str:
@@ -181,18 +181,16 @@ def out_of_time(run: Path, max_minutes: float, step: int, num_steps: int) -> str
 
 
 def closing(run: Path, num_steps: int, memory: int, num_checkpoints: int, blocked_seconds: float) -> str:
-    """Reports the end of a run; `memory` is the peak in bytes on CUDA."""
+    """Returns the report of a run's end; `memory` is the peak in bytes on CUDA."""
     peak = f"; peak memory {memory / 2**30:.2f} GiB" if memory else ""
-    saved = (
-        f"{num_checkpoints} checkpoints written in the background, for which training waited {blocked_seconds:.1f} s"
-    )
+    saved = f"{num_checkpoints} checkpoints written in the background; training waited {blocked_seconds:.1f} s for them"
     return f"{run}: step {num_steps} of {num_steps}: finished{peak}; {saved}"
 
 
 def environment(device: torch.device, compute: ComputeConfig, config: Config, num_ranks: int = 1) -> dict[str, str]:
     gpu = str(card_of(device)) if device.type == "cuda" else None
     is_exact = is_repeatable(compute.attention, config.model)
-    repeatable = "to the bit" if is_exact else f"but for {compute.attention}'s gradient"
+    repeatable = "bitwise" if is_exact else f"except for the gradient of {compute.attention}"
     return {
         "electra-fast": _data.VERSION,
         "python": platform.python_version(),
@@ -225,14 +223,14 @@ def record_environment(folder: Path, facts: dict[str, str]) -> None:
 
 
 class RunLog:
-    """The files that grow, loggers, callbacks, curves.png and the progress line, as a context manager.
+    """A context manager for the log files, loggers, callbacks, curves.png and the progress line.
 
     Args:
         run: The run's folder.
         config: Its configuration.
         first_step: Step at which the session begins; lines of later steps are dropped.
         callbacks: Called after a line is written.
-        is_silent: True on ranks that write, call and print nothing.
+        is_silent: This rank writes no files, calls no callbacks and prints nothing.
     """
 
     def __init__(self, run: Path, config: Config, first_step: int, callbacks: Callbacks, *, is_silent: bool) -> None:
@@ -277,7 +275,7 @@ class RunLog:
         self.say(f"step {step}: warning: {message}")
 
     def record_warning(self, step: int, message: str) -> None:
-        """Writes a line of warnings.jsonl; a resumed session repeats no line."""
+        """Writes a line of warnings.jsonl. A resumed session does not repeat lines."""
         record = {"step": step, "message": message}
         if self._files is not None and record not in read_records(self._run / "warnings.jsonl"):
             self._files[2].write(record)
@@ -306,5 +304,5 @@ class RunLog:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluations.jsonl; none on a silent rank."""
+        """Returns the records of evaluations.jsonl; none on a silent rank."""
         return [] if self._files is None else read_records(self._run / "evaluations.jsonl")

@@ -20,12 +20,12 @@ from electra_fast.optimizers.shards import Shards
 from electra_fast.training import loss_scaling
 
 _Tensors = dict[str, Tensor]
-# Of a step; checkpoints of earlier versions may have those of a guard against spikes.
+# Prefixes of a step's tensors. Checkpoints of earlier versions may have tensors of a guard against spikes.
 _OF_STEPS = (loss_scaling.PREFIX, "spikes.")
 
 
 class RunTensors:
-    """The tensors that a checkpoint has: of a model, whole or sharded, its optimizer, and its `TrainStep.state_dict`.
+    """The tensors in a checkpoint: of a model, whole or sharded, of its optimizer, and of its `TrainStep.state_dict`.
 
     All ranks of the `world` must make the same calls.
     """
@@ -55,10 +55,10 @@ class RunTensors:
 
         `has_optimizer` is false for an imported model, whose training starts here.
         """
-        found: tuple[_Tensors, _Tensors] = ({}, {})
-        self._optimizer.num_updates = self._world.from_first(lambda: self._read(directory, has_optimizer, found))
+        loaded: tuple[_Tensors, _Tensors] = ({}, {})
+        self._optimizer.num_updates = self._world.from_first(lambda: self._read(directory, has_optimizer, loaded))
         targets = self._local()
-        for tensors, wholes in zip(targets if has_optimizer else targets[:1], found, strict=False):
+        for tensors, wholes in zip(targets if has_optimizer else targets[:1], loaded, strict=False):
             sharded = self._sharded(tensors)
             for name, tensor in tensors.items():
                 if name.startswith("proposal."):
@@ -79,25 +79,25 @@ class RunTensors:
         return model, optimizer | dict(self._step)
 
     def _sharded(self, tensors: _Tensors) -> dict[str, str]:
-        """Maps the names of sharded tensors to those of their parameters."""
+        """Maps the names of sharded tensors to the names of their parameters."""
         names = self._shards.shapes if self._shards is not None else {}
-        found = {name: name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.") for name in tensors}
-        return {name: parameter for name, parameter in found.items() if parameter in names}
+        parameters = {name: name.removeprefix("exp_avg_sq.").removeprefix("exp_avg.") for name in tensors}
+        return {name: parameter for name, parameter in parameters.items() if parameter in names}
 
-    def _read(self, directory: Path, has_optimizer: bool, found: tuple[_Tensors, _Tensors]) -> int:
-        """Reads the whole tensors of a checkpoint into `found`; returns its number of updates."""
-        model, optimizer = found
+    def _read(self, directory: Path, has_optimizer: bool, loaded: tuple[_Tensors, _Tensors]) -> int:
+        """Reads the whole tensors of a checkpoint into `loaded`; returns its number of updates."""
+        model, optimizer = loaded
         model |= checkpoint.read_parameters(self._model, directory)
         if not has_optimizer:
             return 0
         state = checkpoint.read_tensors(directory / "optimizer.safetensors")
-        own, step = split_state(checkpoint.lengthened(state, self._model.config.model.max_positions))
-        self._optimizer.check_state(own)
-        optimizer |= own | {name: tensor for name, tensor in step.items() if name in self._step}
+        optimizer_state, step = split_state(checkpoint.lengthened(state, self._model.config.model.max_positions))
+        self._optimizer.check_state(optimizer_state)
+        optimizer |= optimizer_state | {name: tensor for name, tensor in step.items() if name in self._step}
         return int(optimizer.pop("num_updates"))
 
 
 def split_state(state: _Tensors) -> tuple[_Tensors, _Tensors]:
-    """Splits the tensors of optimizer.safetensors into the optimizer's and those of the loss scaler."""
+    """Splits the tensors of optimizer.safetensors into the optimizer's and the loss scaler's."""
     step = {name: tensor for name, tensor in state.items() if name.startswith(_OF_STEPS)}
     return {name: tensor for name, tensor in state.items() if name not in step}, step

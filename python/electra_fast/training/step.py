@@ -1,8 +1,8 @@
-"""One optimizer step: forward and backward passes, the frame of every step, and the step of a process that is alone.
+"""One optimizer step: forward and backward passes, the base class of all steps, and the step of a single process.
 
-The trainer calls a step once per batch. Each form has a `run` that reads from top to bottom; those of several processes
-are in `parallel_step`. It works on tensors at fixed addresses and never synchronizes with the host, so that `graphs`
-can capture and replay it. What changes from step to step is copied into those tensors first.
+The trainer calls a step once per batch. Each class has a `run` that reads from top to bottom; `parallel_step` has the
+classes for several processes. `run` works on tensors at fixed addresses and never synchronizes with the host, so
+`graphs` can capture and replay it. Inputs that change from step to step are copied into those tensors first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from electra_fast.ops.weight_casts import WeightCasts
 from electra_fast.optimizers.optimizer import Optimizer, schedule_of
 from electra_fast.training.loss_scaling import LossScaler
 
-# Steps that the host may run ahead of the device; more would only pile up pinned batches.
+# Steps that the host may run ahead of the device. With more, pinned batches would pile up without any gain.
 MAX_LEAD = 2
 GRAD_NORM = "grad_norm"
 SKIPPED = "skipped_steps"
-# An empty batch, from which an objective returns the names of its denominators.
+# An empty batch. An objective returns the names of its denominators for it.
 _NO_ROWS = {name: torch.zeros(0, 1) for name in ("masked_weights", "segment_ids", "position_ids")}
 
 
@@ -46,7 +46,7 @@ class Backward(GradientComputation):
 
     Args:
         rank: Index of this process among those that share each micro-batch.
-        division: The rank's part of a step; by default all of it. The others are as of `parallel_step.create_step`.
+        division: The rank's rows of a step; all rows by default. For other arguments, see `parallel_step.create_step`.
 
     `denominators` are the divisors of the step's losses, fp64 on the device, in the order of the objective's names.
     `loss_scale` multiplies all gradients, if it is set.
@@ -86,7 +86,7 @@ class Backward(GradientComputation):
         self._first_rows = [part.start for part in rows]
         self._first_rows_on_device = torch.tensor(self._first_rows, device=self._device)
         self._seed_and_step = torch.zeros(2, dtype=torch.int64, device=self._device)
-        # Compiled code casts by itself, and sharded weights have no fixed addresses.
+        # Compiled code casts weights itself, and sharded weights have no fixed addresses.
         self._casts = WeightCasts(model, compute.dtype, enabled=not self.is_compiled and wrap is None)
         self.set_stage(objective_of(config).stage(0))
 
@@ -107,7 +107,7 @@ class Backward(GradientComputation):
         return objective.forward if self._wrap is None else self._wrap(objective.forward)
 
     def enter(self, step: int) -> bool:
-        """Switches to the stage of this step, if that is another."""
+        """Switches to the stage of this step. Returns whether the stage changed."""
         if step in self.steps:
             return False
         stage = objective_of(self._config).stage(step)
@@ -128,7 +128,7 @@ class Backward(GradientComputation):
     def load(self, batch: HostBatch, step: int, denominators: Tensor | None = None) -> None:
         """Copies a step's batch and number to the device.
 
-        `denominators` are the sums over all ranks, fp64 on the host; by default those of the batch.
+        `denominators` are the sums over all ranks, fp64 on the host; by default the sums over this batch.
         """
         if denominators is None:
             denominators = self.group_denominators(batch).sum(0)
@@ -148,7 +148,7 @@ class Backward(GradientComputation):
         denominators = dict(zip(self._names, self.denominators.unbind(), strict=True))
         totals = []
         if self._device.type == "cpu" and self._own_parts[group]:
-            # Seeded by row, so that a group draws the same on any rank.
+            # Seeded by the first row, so that a group draws the same numbers on any rank.
             seed_generator(self._device, self._seed, self._first_rows[self._own_parts[group][0]], self._step)
         with self._casts.current():
             for part in self._own_parts[group]:
@@ -164,14 +164,14 @@ class Backward(GradientComputation):
 
 
 class TrainStep(ABC):
-    """Trains on one batch per call, without waiting for the device; `parallel_step.create_step` makes one.
+    """Trains on one batch per call, without waiting for the device. `parallel_step.create_step` creates it.
 
     `marks` are the ends of the steps, seconds on a CPU and events on a GPU; `timing.StepTimer` reads and clears them.
 
-    The metric totals of the objective and the gradient norms (`GRAD_NORM`) add up on the device from call to call:
-    `read_totals`, `set_totals`. `graphs.captures` lists the captures of CUDA graphs: a second one means that a batch
-    did not fit the first one's tensors, or that another stage of the objective began. `compilations` has one entry per
-    stage. `scaler` scales the losses of fp16.
+    The metric totals of the objective and the gradient norms (`GRAD_NORM`) are summed on the device over all calls:
+    see `read_totals` and `set_totals`. `graphs.captures` lists the captures of CUDA graphs: one per stage, and one
+    after each batch that did not fit the graph's tensors. `compilations` has one entry per stage. `scaler` scales the
+    losses of fp16.
     """
 
     scaler: LossScaler | None = None
@@ -201,17 +201,17 @@ class TrainStep(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Trains on what has been copied to the device."""
+        """Trains on the batch that has been copied to the device."""
 
     @property
     def stage(self) -> Stage:
-        """The objective's stage that trains now."""
+        """The current stage of the objective."""
         return self.backward.stage
 
     def __call__(self, rows: RecordBatch, step: int, flags: Sequence[float] = ()) -> list[float]:
-        """Takes the step with this number (0-based) on a batch of `data.loader.BatchLoader`.
+        """Runs the step with this number (0-based) on a batch of `data.loader.BatchLoader`.
 
-        Returns the maximum over the ranks of each of the `flags`.
+        Returns the maximum of each of the `flags` over the ranks.
         """
         if step not in self.backward.steps:
             self._enter_stage(step)
@@ -235,7 +235,7 @@ class TrainStep(ABC):
         self._run_or_replay(step)
 
     def mark(self) -> Any:
-        """The present, in seconds on a CPU; on a GPU an event after what has been launched."""
+        """Returns the current time in seconds on a CPU; on a GPU, an event after all work launched so far."""
         if self.graphs.stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -243,20 +243,20 @@ class TrainStep(ABC):
         return event
 
     def _start_processes(self, batch: HostBatch, step: int, lr_scale: float) -> None:  # noqa: B027  # most have none
-        """Lets the processes that share the step begin."""
+        """Starts the step in the other processes that share it."""
 
     def _gather_denominators(self, batch: HostBatch, flags: Sequence[float]) -> tuple[Tensor, Sequence[float]]:
         """Returns the denominators of all ranks' rows, and the maximum of each flag."""
-        own_GK = self.backward.group_denominators(batch)
+        local_GK = self.backward.group_denominators(batch)
         if self.world.size == 1:
-            return own_GK.sum(0), flags
-        found = self.world.all_gather(torch.cat((torch.tensor(flags, dtype=torch.float64), own_GK.flatten())))
-        most = found[:, : len(flags)].amax(0).tolist()
-        return found[:, len(flags) :].reshape(-1, own_GK.shape[1]).sum(0), most
+            return local_GK.sum(0), flags
+        gathered = self.world.all_gather(torch.cat((torch.tensor(flags, dtype=torch.float64), local_GK.flatten())))
+        max_flags = gathered[:, : len(flags)].amax(0).tolist()
+        return gathered[:, len(flags) :].reshape(-1, local_GK.shape[1]).sum(0), max_flags
 
     def _run_or_replay(self, step: int) -> None:
         if self._batches_version != self.backward.micro_batches.version:
-            # The tensors that a graph would read are gone; what compiles does so before the next capture.
+            # The tensors that the graph reads were replaced. Any compilation happens before the next capture.
             self.graphs.drop("a batch has more segments than any before it")
             self._batches_version = self.backward.micro_batches.version
         start = time.perf_counter()
@@ -275,7 +275,7 @@ class TrainStep(ABC):
                 self.marks[-1 - MAX_LEAD].synchronize()
 
     def lr_scale(self, step: int) -> float:
-        """The learning rate of a step of the present stage relative to its peak."""
+        """Returns the learning rate of a step of the current stage, relative to its peak."""
         return self._schedule(step - self.stage.first_step)
 
     def resume(self, step: int) -> None:
@@ -285,7 +285,7 @@ class TrainStep(ABC):
             self._set_stage(stage)
 
     def _enter_stage(self, step: int) -> None:
-        """Switches to the stage of this step if it is another: new moments, a new schedule, a new graph."""
+        """Switches to the stage of this step. A new stage has new moments, a new schedule and a new graph."""
         stage = self.objective.stage(step)
         if stage != self.stage:
             self.synchronize()
@@ -300,7 +300,7 @@ class TrainStep(ABC):
         self.graphs.drop("another stage of the objective began")
 
     def read_totals(self) -> dict[str, float]:
-        """Returns the totals of all ranks since they were last set; waits for the device and for the other ranks."""
+        """Returns the totals of all ranks since the last `set_totals`; waits for the device and the other ranks."""
         self.synchronize()
         sums = self.world.all_gather(self._totals_vector.cpu()).sum(0)
         totals = dict(zip(self._totals, sums.tolist(), strict=True))
@@ -309,30 +309,30 @@ class TrainStep(ABC):
         return totals
 
     def set_totals(self, totals: Mapping[str, float]) -> None:
-        """Sets the totals of all ranks, which the first one keeps; 0 where a name is not among them."""
+        """Sets the totals of all ranks, which the first rank stores; names that are missing get 0."""
         values = [totals.get(name, 0.0) if self.world.is_first else 0.0 for name in self._totals]
         self._totals_vector.copy_(torch.tensor(values, dtype=torch.float64))
 
     def take_device_seconds(self) -> float:
-        """Returns the device's seconds for this rank's own gradients since the last call, if there are other ranks.
+        """Returns the device's seconds for this rank's gradients since the last call; 0 on a CPU or a single rank.
 
-        Call it after `read_totals`, which waits for the device; 0 on a CPU.
+        Call it after `read_totals`, which waits for the device.
         """
         return 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the tensors of the loss scaler for a checkpoint by name; not copied."""
+        """Returns the loss scaler's tensors for a checkpoint, by name; not copied."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def synchronize(self) -> None:
-        """Waits for the device, and makes what is done next on the caller's stream see the steps taken."""
+        """Waits for the device. Work on the caller's stream then sees the results of all steps."""
         self.graphs.join()
         if self.graphs.stream is not None:
             with self.world.waiting("the device, which may wait for other ranks"):
                 self.graphs.stream.synchronize()
 
     def waits_for_ranks(self) -> AbstractContextManager[None]:
-        """A context for work on the model in which ranks wait for each other outside of `World`."""
+        """Returns a context manager for work on the model in which ranks wait for each other outside of `World`."""
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027  # most have none
@@ -340,10 +340,10 @@ class TrainStep(ABC):
 
 
 class OneDeviceStep(TrainStep):
-    """The step of a process that is alone, on one device."""
+    """The step of a single process, on one device."""
 
     def run(self) -> None:
-        """Trains on what has been copied to the device."""
+        """Trains on the batch that has been copied to the device."""
         self.optimizer.zero_grad()
         totals = self.backward.run()  # forward and backward of each micro-batch
         norm = self.optimizer.step()  # clips and updates
@@ -353,6 +353,6 @@ class OneDeviceStep(TrainStep):
 
 def add_totals(totals: Iterable[Mapping[str, Tensor]], sums: Mapping[str, Tensor]) -> None:
     """Adds the totals of micro-batches to sums by name."""
-    for each in totals:
-        for name, total in each.items():
+    for step_totals in totals:
+        for name, total in step_totals.items():
             sums[name].add_(total)

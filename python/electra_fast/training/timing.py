@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from electra_fast.training.step import TrainStep
 
-# A step that takes so many times the expected seconds is slow.
+# A step is slow if it takes this multiple of the expected seconds.
 SLOW = 1.3
 
 
@@ -22,9 +22,9 @@ class StepTimes:
 
 
 class StepTimer:
-    """Measures the time of training without pauses, and of single steps by their marks: on a GPU by its own clock.
+    """Measures the time of training without pauses, and the time of each step from its marks: on a GPU, CUDA events.
 
-    Reads nothing from the device before `stop`, when the caller has already waited for it.
+    Reads nothing from the device before `stop`. The caller must have waited for the device by then.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -38,7 +38,7 @@ class StepTimer:
         self._step.marks = [self._step.mark()]
 
     def stop(self) -> float:
-        """The seconds since `start`."""
+        """Returns the seconds since `start`."""
         pairs = itertools.pairwise(self._step.marks)
         if self._step.graphs.stream is None:
             self._step_seconds += [end - begin for begin, end in pairs]
@@ -47,21 +47,21 @@ class StepTimer:
         return time.perf_counter() - self._started
 
     def take_step_times(self) -> StepTimes | None:
-        """The times of the steps since the last call; None if there were none."""
+        """Returns the times of the steps since the last call; None if there were no steps."""
         seconds = sorted(self._step_seconds)
         self._step_seconds = []
         return StepTimes(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
 
 
 class SlowSteps:
-    """Notices, once, that steps take much longer than `expected` seconds, if that is known."""
+    """Warns once if steps take much longer than `expected` seconds. Does nothing if `expected` is None."""
 
     def __init__(self, expected: float | None) -> None:
         self._expected = expected
         self._windows = 0
 
     def warning(self, times: StepTimes | None) -> str | None:
-        """The warning about two log windows in a row, given the times of a further one."""
+        """Adds the times of a log window. Returns a warning if two consecutive windows were slow, else None."""
         if self._expected is None or times is None:
             return None
         ratio = times.median / self._expected
@@ -70,8 +70,8 @@ class SlowSteps:
             return None
         self._expected = None
         return (
-            f"a step takes {1e3 * times.median:.3g} ms, {ratio:.1f} times what it took when kernels were checked; "
-            "another process on this GPU, heat or slow storage? If not, please report it with RUN/kernels.json"
+            f"a step takes {1e3 * times.median:.3g} ms, {ratio:.1f} times as long as when kernels were checked; look "
+            "for other processes on this GPU, heat or slow storage, else please report it with RUN/kernels.json"
         )
 
 
@@ -84,7 +84,7 @@ class TimeLimit:
 
     Args:
         minutes: Its length; 0: no limit.
-        start: When the session began, by `time.monotonic`.
+        start: `time.monotonic` of the session's start.
         checkpoint_bytes: Size of a checkpoint.
     """
 
@@ -95,10 +95,10 @@ class TimeLimit:
         self._longest_step = 0.0
 
     def is_up(self, saving_seconds: float) -> bool:
-        """Says, before each step, whether the step after it and a checkpoint may exceed the limit.
+        """Returns, before each step, whether another step and a checkpoint might exceed the limit.
 
-        Allows a step four times the longest step time so far, and a checkpoint twice `saving_seconds`, the time of the
-        last one (0 if none was written yet).
+        Assumes that the step takes at most four times the longest step so far, and the checkpoint at most twice
+        `saving_seconds`, the time of the last checkpoint (0 if none was written yet).
         """
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._last)

@@ -27,7 +27,7 @@ from electra_fast.files import checkpoint_folder
 from electra_fast.files.checkpoint_folder import LogWindow, LossHistory, TrainState
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.hardware.kernel_choice import agree_on_kernels, expected_seconds
-from electra_fast.hardware.settings import settle_hardware
+from electra_fast.hardware.settings import resolve_hardware
 from electra_fast.interruption import StopRequest
 from electra_fast.model.attention import BACKENDS
 from electra_fast.model.compute import choose_compute, is_repeatable, use_compute
@@ -64,24 +64,24 @@ from electra_fast.training.timing import SlowSteps, StepTimer, StepTimes, TimeLi
 _OTHER_LOSSES = ("data.", "objective.", "model.rope_theta", "model.local_rope_theta", CORPUS)
 # Batches for the verdict on a run without evaluations.
 _VERDICT_BATCHES = 10
-# Time between pictures of the curves, each of which takes about half a second.
+# Minimum seconds between redraws of curves.png. A redraw takes about half a second.
 _CURVES_SECONDS = 60.0
-# Longest wait for the last copy to the mirror at the end of a run, and of a session that was asked to stop.
-_MIRROR_SECONDS = 600.0
-_HURRIED_SECONDS = 60.0
+# Longest wait for the last copy to the mirror: at the end of a run, and at the end of a session that was stopped.
+_MIRROR_TIMEOUT = 600.0
+_STOP_TIMEOUT = 60.0
 
 
 class Trainer:
-    """One session of a run on one of its ranks: the state that a checkpoint stores, and the loop.
+    """One session of a run on one of its ranks: the training loop, and the state that a checkpoint stores.
 
-    All ranks make the same collective calls in the same order; the first one reads and writes files.
+    All ranks make the same collective calls in the same order. The first rank reads and writes files.
     """
 
     def __init__(self, run: Run, mixture: Mixture, world: World, callbacks: Callbacks, device: torch.device) -> None:
         self.device = device
         self.world = world
         self.callbacks = callbacks
-        run, self.notes = _settle_for_all(run, self.device, world)
+        run, self.notes = _resolve_for_all(run, self.device, world)
         self.run = run
         self.config = run.config
         self.mixture = mixture
@@ -110,12 +110,12 @@ class Trainer:
             )
         self.tensors = RunTensors(self.model, self.optimizer, self.train_step.state_dict(), world, shards)
         self.timer = StepTimer(self.train_step)
-        is_alone = world.size == 1  # a check has no communication
+        is_alone = world.size == 1  # the expected time of a step does not include communication
         self.slow_steps = SlowSteps(expected_seconds(self.config, self.device, run.folder) if is_alone else None)
         self.state = TrainState()
         self.num_captures = self.num_compilations = 0
         self.warnings = LastingWarning(20 * self.config.train.log_every)
-        self.is_sound = True
+        self.has_valid_loss = True
         self.training_loss: float | None = None
         self.validation_loss: float | None = None
         self.saved_step = -1
@@ -138,19 +138,19 @@ class Trainer:
         self.shown_every = max(1, train.log_every // 10)
 
     def _check_exactness(self) -> None:
-        """Raises ValueError if sums in a fixed order would not suffice for bitwise equal results."""
+        """Raises ValueError if `train.reduce = "exact"` is combined with a nondeterministic attention backend."""
         backend = BACKENDS[self.compute.attention]
-        # With dropout on attention weights, only the masks of `short` do not depend on the division of rows.
+        # With dropout on attention weights, only the dropout masks of `short` do not depend on the division of rows.
         shape = self.config.model
         is_exact = is_repeatable(self.compute.attention, shape) and (backend.is_ours or not shape.attention_dropout)
         if self.config.train.reduce == "exact" and self.device.type == "cuda" and not is_exact:
             raise InputError(
-                'train.reduce = "exact" on a GPU needs model.attention = "short", or model.attention_dropout = 0 and '
-                '"sdpa" or "flex"'
+                'train.reduce = "exact": on a GPU it needs model.attention = "short", or "sdpa" or "flex" with '
+                "model.attention_dropout = 0"
             )
 
     def _count_tokens(self) -> None:
-        """Gives the proposal the token counts of the mixture, which takes seconds for billions of tokens."""
+        """Sets the proposal's token counts to those in the mixture. Counting takes seconds for billions of tokens."""
         assert self.model.proposal is not None
         start = time.perf_counter()
         data = self.config.data
@@ -163,10 +163,10 @@ class Trainer:
         )
 
     def train(self, stop: StopRequest, start: float) -> int:
-        """Trains to the last step or to a stop; returns the step reached, which has a checkpoint.
+        """Trains to the last step or until a stop is requested. Returns the last step, which has a checkpoint.
 
         Synchronizes with the device only to log, evaluate or save. All ranks agree on `stop` and stop after the same
-        step. `start` is when the session began, by `time.monotonic`.
+        step. `start` is the `time.monotonic` of the session's start.
         """
         state = self.state
         num_steps = self.config.train.steps
@@ -182,7 +182,7 @@ class Trainer:
             self.mirror or contextlib.nullcontext(),
             self.writer,
             RunLog(self.run.folder, self.config, state.step, self.callbacks, is_silent=not self.world.is_first) as log,
-            self._out_of_memory_named(),
+            self._with_memory_remedy(),
         ):
             self._begin(log)
             if self.mirror is not None and self.run.checkpoint is not None:
@@ -198,7 +198,7 @@ class Trainer:
                     is_time_up = bool(flags[1])
                 num_changes = len(step.compilations) + len(step.graphs.captures)
                 if step.backward.stage is not self.stage or num_changes > self.num_compilations + self.num_captures:
-                    self._say_changes(log)
+                    self._report_changes(log)
                 state.step += 1
                 state.log_window.steps += 1
                 if not state.step % self.shown_every:
@@ -233,8 +233,8 @@ class Trainer:
         return state.step
 
     @contextlib.contextmanager
-    def _out_of_memory_named(self) -> Iterator[None]:
-        """Raises OutOfMemory, which names the next value to try, where memory runs out inside."""
+    def _with_memory_remedy(self) -> Iterator[None]:
+        """Raises OutOfMemory, with the next value of `train.accumulate` to try, if the block runs out of memory."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -271,13 +271,13 @@ class Trainer:
         return sum(p.numel() for p in self.model.parameters())
 
     def _due(self) -> set[str]:
-        """What is due after this step: at a stage's end everything, so that log windows do not span stages."""
+        """Returns the events that are due after this step. All are due at a stage's end: a log window has one stage."""
         step = self.state.step
         is_last = self.state.step == self.stage.first_step + self.stage.num_steps
-        return {what for what, every in self.every.items() if step % every == 0 or is_last}
+        return {event for event, every in self.every.items() if step % every == 0 or is_last}
 
     def _next_due(self) -> int:
-        """The next step after which something is due."""
+        """Returns the next step after which an event is due."""
         step = self.state.step
         stage = self.train_step.objective.stage(step)
         regular = [step - step % every + every for every in self.every.values()]
@@ -292,7 +292,7 @@ class Trainer:
             log.say(line)
 
     def _stop_timer(self) -> None:
-        """Waits for the device and adds up the time. Raises TrainingFailed if training must not continue."""
+        """Waits for the device and adds the elapsed time. Raises TrainingFailed if training must not continue."""
         self.state.log_window.totals = self.train_step.read_totals()
         self._check_finite()
         self._check_loss()
@@ -317,7 +317,7 @@ class Trainer:
         if self.train_step.scaler is not None and self.train_step.scaler.has_failed():
             self._end_diverged(
                 f"the gradients overflow fp16 even with a loss scale of 1 in {self._window_steps()} "
-                "(--precision fp32 has no such limit)"
+                "(--precision fp32 avoids this)"
             )
 
     def _check_loss(self) -> None:
@@ -325,41 +325,41 @@ class Trainer:
         objective = self.stage.objective
         if not self._num_taken():
             return
-        found = objective.metrics(window.totals)
-        self.is_sound = not has_exploded(objective, found)
-        if not self.is_sound and self._may_stop(self.state.step - window.steps):
-            self._end_diverged(f"the loss rose to {found['loss']:.4g} in {self._window_steps()}")
-        self.training_loss = objective.comparable_loss(found) if self.is_sound else None
+        metrics = objective.metrics(window.totals)
+        self.has_valid_loss = not has_exploded(objective, metrics)
+        if not self.has_valid_loss and self._should_stop(self.state.step - window.steps):
+            self._end_diverged(f"the loss rose to {metrics['loss']:.4g} in {self._window_steps()}")
+        self.training_loss = objective.comparable_loss(metrics) if self.has_valid_loss else None
 
-    def _may_stop(self, since: int) -> bool:
-        """Returns whether an explosion since a step ends the run. Early on, before any good checkpoint, it may pass."""
+    def _should_stop(self, since: int) -> bool:
+        """Returns whether divergence since a step ends the run. It may pass early on, before any good checkpoint."""
         is_late = since >= self.stage.first_step + MIN_STEPS
         return self.config.train.stop_on_divergence and (is_late or self.state.best_step is not None)
 
     def _window_steps(self) -> str:
         return f"steps {self.state.step - self.state.log_window.steps + 1}-{self.state.step}"
 
-    def _end_diverged(self, what: str) -> NoReturn:
+    def _end_diverged(self, problem: str) -> NoReturn:
         run = self.run.folder
-        self._fail(lambda: Diverged(f"{run}: {what}; {recovery_advice(run, self.state, self.config)}"))
+        self._fail(lambda: Diverged(f"{run}: {problem}; {recovery_advice(run, self.state, self.config)}"))
 
     def _check_ranks(self, own_seconds: float) -> None:
-        """Compares the ranks' parameters, and adds up the time that each spent on its own work."""
+        """Compares the ranks' parameters, and adds up the seconds that each rank worked."""
         is_sharded = self.config.train.sharding == "full"  # no two ranks have the same parameters
-        found = self.world.all_gather_object((0 if is_sharded else fingerprint(self.model), own_seconds))
-        self.rank_seconds = [total + own for total, (_, own) in zip(self.rank_seconds, found, strict=True)]
-        if diverged := diverged_ranks([each for each, _ in found]):
+        reports = self.world.all_gather_object((0 if is_sharded else fingerprint(self.model), own_seconds))
+        self.rank_seconds = [total + seconds for total, (_, seconds) in zip(self.rank_seconds, reports, strict=True)]
+        if diverged := diverged_ranks([checksum for checksum, _ in reports]):
             where = f"{self.run.folder}: step {self.state.step}: {diverged}"
-            remedy = "start again to resume there, without the machine of that rank if it happens again"
-            self._fail(lambda: TrainingFailed(f"{where}; {self._last_good()}; {remedy}"))
+            remedy = "start again to resume from there; if it happens again, exclude the machine of that rank"
+            self._fail(lambda: TrainingFailed(f"{where}; {self._last_checkpoint_message()}; {remedy}"))
 
-    def _last_good(self) -> str:
-        kept = checkpoint_folder.steps(self.run.folder)
-        return f"step-{kept[-1]} is the last good checkpoint" if kept else "there is no checkpoint yet"
+    def _last_checkpoint_message(self) -> str:
+        steps = checkpoint_folder.steps(self.run.folder)
+        return f"step-{steps[-1]} is the last good checkpoint" if steps else "there is no checkpoint yet"
 
     def _fail(self, error: Callable[[], TrainingFailed]) -> NoReturn:
-        """Ends all ranks, which have found the same error; the first reports it, after the write in progress."""
-        with contextlib.suppress(OSError):  # `error` matters more than a failed checkpoint
+        """Ends all ranks, which have all detected the error. The first rank reports it after the write in progress."""
+        with contextlib.suppress(OSError):  # `error` is more important than a failed checkpoint
             self._await_writer()
         raise error() if self.world.is_first else ReportedElsewhere
 
@@ -374,12 +374,12 @@ class Trainer:
             log.warn(self.state.step, message)
         lost = lost_learning(self.state.history, self.stage.objective, record, num_taken) if num_taken else None
         if lost and self.config.train.stop_on_divergence:
-            self._end_diverged(f"all that was learned is lost at step {self.state.step}: {lost}")
+            self._end_diverged(f"everything learned is lost at step {self.state.step}: {lost}")
         self.state.log_window = LogWindow()
         self.train_step.set_totals({})
 
     def _first_judged_step(self) -> int:
-        """Returns the step of a stage from which on its metrics may be a warning."""
+        """Returns the first step of a stage at which metrics may cause a warning."""
         return self.stage.first_step + max(MIN_STEPS, self.config.optimizer.warmup_steps)
 
     def _num_taken(self) -> int:
@@ -410,7 +410,7 @@ class Trainer:
             "checkpoint_seconds": blocked,
         }
         if not self.mixture.is_single:
-            passes = (round(each, 6) for each in self.loader.passes())
+            passes = (round(epochs, 6) for epochs in self.loader.passes())
             record["epochs"] = dict(zip(self.mixture.names(), passes, strict=True))
         if self.train_step.scaler is not None:
             record["skipped_steps"] = window.steps - num_taken
@@ -434,28 +434,28 @@ class Trainer:
         wrapped = self.train_step.backward.forward
         settings = (self.model, corpora, self.config, self.compute, num_batches)
         with self.train_step.waits_for_ranks():
-            found = evaluate_model(*settings, objective, self.world, wrapped(objective))
+            metrics = evaluate_model(*settings, objective, self.world, wrapped(objective))
             if "discriminator" in objective.networks():
-                found["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)
-        return found
+                metrics["unigram_auc"] = unigram_auc(*settings, self.world, wrapped)
+        return metrics
 
     def _evaluate(self, log: RunLog) -> None:
         assert self.mixture.holdout is not None
         objective = self.stage.objective
-        found = self.measure(self.mixture.holdout, self.config.train.eval_batches)
-        log.write_evaluation({"step": self.state.step, **found})
-        log.say(f"step {self.state.step}: validation: {reporting.validation(found)}")
-        is_sound = not has_exploded(objective, found)
-        if not is_sound and self._may_stop(self.state.step):
-            self._end_diverged(f"the validation loss rose to {found['loss']:.4g} at step {self.state.step}")
-        self.validation_loss = objective.comparable_loss(found) if is_sound else None
-        if self.state.imported:  # its discriminator has no such plateau to leave
+        metrics = self.measure(self.mixture.holdout, self.config.train.eval_batches)
+        log.write_evaluation({"step": self.state.step, **metrics})
+        log.say(f"step {self.state.step}: validation: {reporting.validation(metrics)}")
+        is_valid = not has_exploded(objective, metrics)
+        if not is_valid and self._should_stop(self.state.step):
+            self._end_diverged(f"the validation loss rose to {metrics['loss']:.4g} at step {self.state.step}")
+        self.validation_loss = objective.comparable_loss(metrics) if is_valid else None
+        if self.state.imported:  # a trained discriminator need not improve
             return
         can_correct = objective.could_have("corrective_head")
         if message := stall_warning(log.evaluations, self._first_judged_step(), can_correct=can_correct):
             log.warn(self.state.step, message)
 
-    def _say_changes(self, log: RunLog) -> None:
+    def _report_changes(self, log: RunLog) -> None:
         """Reports a new stage, and slow compilations and captures."""
         if self.train_step.stage != self.stage:
             self.stage = self.train_step.stage
@@ -482,39 +482,39 @@ class Trainer:
         self.saved_step = state.step
 
     def _compare_losses(self) -> None:
-        """Determines whether the next checkpoint is the best of this stage so far."""
+        """Records whether the next checkpoint is the best of this stage so far."""
         state = self.state
-        by = "validation" if "evaluation" in self.every else "training"
+        split = "validation" if "evaluation" in self.every else "training"
         # An evaluation counts for the first checkpoint after it.
-        loss = self.validation_loss if by == "validation" else self.training_loss
-        if loss is not None and (state.best_loss is None or state.best_by != by or loss <= state.best_loss):
+        loss = self.validation_loss if split == "validation" else self.training_loss
+        if loss is not None and (state.best_loss is None or state.best_by != split or loss <= state.best_loss):
             state.best_step = state.step
             state.best_loss = loss
-            state.best_by = by
-        elif state.best_loss is None and self.is_sound:
+            state.best_by = split
+        elif state.best_loss is None and self.has_valid_loss:
             state.best_step = state.step
         self.validation_loss = None
 
     def _forget_losses(self, best_step: int | None) -> None:
-        """Restarts the comparison of losses, and keeps the checkpoint of `best_step` until there is a better one."""
+        """Restarts the comparison of losses. Keeps the checkpoint of `best_step` until another is better."""
         self.state.best_step = best_step
         self.state.best_loss = None
         self.state.history = LossHistory()
 
     def _await_writer(self) -> None:
-        """Waits for the write in progress, in turns shorter than the watchdog's timeout."""
+        """Waits for the write in progress, in waits shorter than the watchdog's timeout."""
         turn = self.config.train.timeout_seconds / 4
         while not self.world.from_first(lambda: self.writer.wait_up_to(turn)):
             pass
         self._report_checkpoints()
 
-    def _await_mirror(self, log: RunLog, is_hurried: Callable[[], bool]) -> None:
-        """Copies what the mirror lacks, and waits for it as long as a session may, in turns as `_await_writer`."""
+    def _await_mirror(self, log: RunLog, is_stopping: Callable[[], bool]) -> None:
+        """Copies missing checkpoints to the mirror, and waits up to the timeout, in short waits as `_await_writer`."""
         start = time.monotonic()
 
         def is_over() -> bool:
             assert self.mirror is not None  # on the first rank
-            limit = _HURRIED_SECONDS if is_hurried() else _MIRROR_SECONDS
+            limit = _STOP_TIMEOUT if is_stopping() else _MIRROR_TIMEOUT
             return self.mirror.wait_up_to(1.0) or time.monotonic() - start > limit
 
         if self.mirror is not None:
@@ -530,7 +530,7 @@ class Trainer:
             log.warn(self.state.step, problem)
 
     def _report_checkpoints(self) -> None:
-        """Calls on_checkpoint, on the first rank, for each checkpoint that is complete since the last call."""
+        """Calls on_checkpoint, on the first rank, for each checkpoint completed since the last call."""
         for step in self.writer.take_written():
             path = checkpoint_folder.path_of(self.run.folder, step)
             self.callbacks("on_checkpoint", {"step": step, "path": str(path)})
@@ -549,7 +549,7 @@ class Trainer:
             self._restore_loader(state.loader)
 
     def _restore_loader(self, state: dict[str, Any]) -> None:
-        """Restores the stream of rows; a stream that an allowed change makes different starts at the next epoch."""
+        """Restores the stream of rows. If a change alters the stream, it restarts at the next epoch."""
         fresh = self.loader.state()
         state = with_present_names(state)
         if self.run.changes and stream_of(fresh) != stream_of(state):
@@ -557,37 +557,39 @@ class Trainer:
         self.loader.restore(state)
 
     def _verdict(self, log: RunLog) -> list[str]:
-        """Returns lines on what the finished run has learned, as measured by all ranks."""
+        """Returns lines about the model's ability after the run, measured by all ranks."""
         mixture = self.mixture
         train = self.config.train
         entropy = None
         corpora = mixture.holdout or mixture.folders
         num_batches = train.eval_batches
-        found: dict[str, Any] = {}
+        evaluation: dict[str, Any] = {}
         if "evaluation" not in self.every:
             num_batches = _VERDICT_BATCHES
-            found = self.measure(corpora, num_batches)
+            evaluation = self.measure(corpora, num_batches)
         elif evaluations := log.evaluations:
-            found = evaluations[-1]
+            evaluation = evaluations[-1]
         if "discriminator" not in self.stage.objective.networks():
             entropy = unigram_entropy(corpora, self.config, num_batches, self.world)
         counts = (self.state.tokens, mixture.num_tokens)
         imported = self.state.imported
-        return verdict(self.config, found, entropy, *counts, imported=imported) if found else []
+        return verdict(self.config, evaluation, entropy, *counts, imported=imported) if evaluation else []
 
 
-def _settle_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
-    """Returns the run with the first rank's `settle_hardware` recorded, and kernels right on the cards of all ranks."""
+def _resolve_for_all(run: Run, device: torch.device, world: World) -> tuple[Run, list[str]]:
+    """Returns the run with the first rank's hardware choices recorded, and kernels that are right on all ranks."""
     index = torch.cuda.current_device() if device.type == "cuda" else None
 
-    def settle() -> tuple[Run, list[str]]:
+    def resolve() -> tuple[Run, list[str]]:
         if index is not None:
-            torch.cuda.set_device(index)  # a thread begins with device 0
-        config, kernels, lines = settle_hardware(run.config, device, run.folder, run.kept, world.size, time_steps)
-        return replace(run.settle(config), kernels=tuple(kernels.items())), lines
+            torch.cuda.set_device(index)  # new threads start with device 0
+        config, kernels, lines = resolve_hardware(
+            run.config, device, run.folder, run.recorded_keys, world.size, time_steps
+        )
+        return replace(run.with_hardware(config), kernels=tuple(kernels.items())), lines
 
     # A check of kernels takes minutes.
-    run, lines = world.from_first(settle) if index is None else world.from_first_patiently(settle)
+    run, lines = world.from_first(resolve) if index is None else world.from_first_patiently(resolve)
     if world.size > 1 and device.type == "cuda" and run.config.train.kernels.startswith(AUTO):
         kernels = agree_on_kernels(run.config, device, dict(run.kernels), run.folder, world)
         run = replace(run, kernels=tuple(kernels.items()))

@@ -32,7 +32,7 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.finetuning.tasks.task_type import Features, TaskType
 from electra_fast.finetuning.training.step import FinetuningWork, TaskBackward
 from electra_fast.finetuning.training.teacher import Lesson
-from electra_fast.hardware.kernel_choice import settle_encoder
+from electra_fast.hardware.kernel_choice import resolve_encoder
 from electra_fast.hardware.settings import faster_precision, shortest_times, threads_of, times_text
 from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.compute import CPU_PRECISIONS, DTYPES, choose_precision, resolve_compute, use_compute
@@ -261,7 +261,7 @@ def make_job(
     work = _work(task, settings, encoder, device, chosen)
     is_alone = work.compute.dtype == torch.float16  # which scales the whole gradient
     num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
-    compute, notes = settle_encoder(work.shape, work.compute, device, settings.sequence_length, settings.batch_size)
+    compute, notes = resolve_encoder(work.shape, work.compute, device, settings.sequence_length, settings.batch_size)
     work = work.computing(kernels=compute.kernels)
     job = Job(
         data,

@@ -190,7 +190,7 @@ class FinetuneStep:
         gradients = list(self.optimizer.gradients().values())
         self.scaler.unscale(gradients)
         norm = global_norm(gradients)
-        skipped = self.scaler.judge(norm)
+        skipped = self.scaler.adapt(norm)
         discard(gradients, skipped)
         self.optimizer.step(norm, skipped)
         return torch.where(skipped > 0, 0.0, norm)
