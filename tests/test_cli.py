@@ -104,7 +104,7 @@ def test_evaluate_says_first_what_compares(folder):
     compares, auc, does_not, own, *_ = done.stdout.splitlines()
     assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
     assert does_not.startswith("Not comparable") and own.split()[0] == "discriminator_auc"
-    assert "was trained on rows of 32 tokens and is judged on rows of 128" in done.stderr
+    assert "was trained on rows of 32 tokens and is evaluated on rows of 128" in done.stderr
     fixed = json.loads(run("evaluate", folder / "run", folder / "shards", "--corrupted-by", "unigram", "--json").stdout)
     assert fixed["unigram_auc"] == fixed["discriminator_auc"] == pytest.approx(float(auc.split()[1]), abs=0.05)
 
@@ -204,7 +204,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(fol
     assert json.loads(done.stdout) == {"run": str(folder / "run"), "step": 3, "is_finished": True}
     assert "step 3 of 3: finished" in done.stderr
     refused = fails("pretrain", "--out", folder / "run", "--train.batch_size", 8)
-    assert "was started with train.batch_size = 4, now it is 8" in refused and "--allow-changes" in refused
+    assert "train.batch_size = 8, but this run was started with 4" in refused and "--allow-changes" in refused
     imported = ("pretrain", folder / "shards", "--out", folder / "imported")
     done = run(*imported, "--train.steps", 2, "--train.batch_size", 4)
     assert done.returncode == 0, done.stderr
@@ -226,7 +226,7 @@ def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     saved = tmp_path / "run/config.toml"
     saved.write_text(saved.read_text().replace(str(folder / "shards"), "moved"))
     said = fails("pretrain", "--out", tmp_path / "run")
-    assert f'{saved}: data.corpus = "moved": no such folder; give its new location: electra-fast pretrain' in said
+    assert f'{saved}: data.corpus = "moved": no such folder; pass its new location: electra-fast pretrain' in said
     assert run("pretrain", folder / "shards", "--out", tmp_path / "run").returncode == 0
 
 
@@ -251,7 +251,9 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
         assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
         changed = Config.preset(preset, recipe).differences(config).keys() - {"objective.name"}
         assert all(f"{key} = " in done.stderr for key in changed) and (done.stderr == "") == (not changed)
-        assert "pretrain needs a corpus" in fails("pretrain", "--recipe", recipe, "--objective.name", name)
+        assert "a corpus or an output folder is missing" in fails(
+            "pretrain", "--recipe", recipe, "--objective.name", name
+        )
     published = json.loads(run("flops", "--preset", "small", "--recipe", "google", "--json").stdout)
     assert 1.293743798272e18 in published.values()
 
@@ -346,11 +348,13 @@ def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
     for source in ("run", "run/checkpoints/step-2"):
         own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), (shards,)))
         assert own.stdout == named.stdout != "" and named.stderr == ""
-        where = f"evaluated on the corpus of its training, {shards} (its validation part)"
+        where = f"evaluated on its training corpus, {shards} (validation set)"
         assert own.stderr == f"{tmp_path / source}: {where}\n"
-    assert "does not say what it was trained on; name the corpus" in fails("evaluate", folder / "export")
+    assert "has no record of its training corpus; pass the corpus" in fails("evaluate", folder / "export")
     shutil.rmtree(shards)
-    assert f"run: was trained on {shards}, which is gone; name the corpus" in fails("evaluate", tmp_path / "run")
+    assert f"run: was trained on {shards}, which no longer exists; pass the corpus" in fails(
+        "evaluate", tmp_path / "run"
+    )
     shutil.copytree(folder / "shards/holdout", shards)
     assert f"run: {shards} has changed since" in fails("evaluate", tmp_path / "run")
 
@@ -373,7 +377,7 @@ MISTAKES = {
     "pretrain --preset smal": "did you mean small?",
     "flops run/config.toml": "run/config.toml; pass a configuration with --config",
     "pretrain --config {tmp}/none.toml": "no such configuration",
-    "pretrain --preset tiny --out {tmp}/run": "needs a corpus",
+    "pretrain --preset tiny --out {tmp}/run": "a corpus or an output folder is missing",
     "pretrain {tmp} --preset tiny --out {tmp}/run": "manifest.json",
     "evaluate {tmp}/nothing {folder}/shards": "{tmp}/nothing",
     "prepare {tmp}/*.txt --vocab {folder}/vocab.txt --out {tmp}/s": "No file",

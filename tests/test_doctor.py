@@ -19,7 +19,7 @@ def test_one_screen(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "--preset", "tiny", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 24 and lines[-1] == "nothing is wrong"
+    assert len(lines) < 24 and lines[-1] == "no problems found"
     assert lines[0].startswith("electra-fast ") and f"torch {torch.__version__}" in lines[0]
     assert any(line.startswith("extras: transformers ") and "loads" in line for line in lines)
     assert any(line.startswith(f"cache: {tmp_path / 'electra-fast'}, ") for line in lines)

@@ -1,4 +1,4 @@
-"""Which rank a process is, from the environment that torchrun gives it."""
+"""The rank of a process, from the environment variables of torchrun."""
 
 import pytest
 
@@ -29,14 +29,14 @@ PLAIN = {
     "nothing": {},
     "empty values": {"WORLD_SIZE": "", "RANK": ""},
     "a batch script of SLURM": {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-    "a run of its own in each task": {"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1"},
+    "a separate run in each task": {"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1"},
     "one process with all variables": {**without(TORCHRUN, "TORCHELASTIC_RUN_ID"), "WORLD_SIZE": "1", "RANK": "0"},
-    "a rank 0 that someone has left over": {"RANK": "0", "MASTER_ADDR": "node001", "MASTER_PORT": "29500"},
+    "a leftover rank 0": {"RANK": "0", "MASTER_ADDR": "node001", "MASTER_PORT": "29500"},
 }
 
 
 @pytest.mark.parametrize("environment", PLAIN.values(), ids=PLAIN)
-def test_a_single_process(environment):
+def test_single_process(environment):
     assert Launch.from_environment(environment) == Launch()
 
 
@@ -60,7 +60,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("environment, message", BAD.values(), ids=BAD)
-def test_what_cannot_be(environment, message):
+def test_invalid_environment_refused(environment, message):
     with pytest.raises(InputError, match=f"^{message}") as error:
         Launch.from_environment(environment)
     said = str(error.value)

@@ -1,4 +1,4 @@
-"""A model whose parameters are divided over ranks trains, evaluates, is saved and resumes as a whole one."""
+"""A model whose parameters are divided among ranks trains, evaluates, saves and resumes like a whole model."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ TOGETHER = {"model.tying": "all", "generator.fraction": "1.0"}
 LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2"}
 
 
-# With parameters of fewer rows than there are ranks, and fused matrices that they cut anywhere.
+# Some parameters have fewer rows than there are ranks, and fused matrices are cut at any row.
 @pytest.mark.parametrize(
     ("recipe", "optimizer", "world_size", "changes"),
     [
@@ -39,22 +39,20 @@ LOCAL_WINDOW = {"model.local_attention": "4", "model.global_attention_every": "2
         ),
     ],
 )
-def test_a_sharded_model_trains_as_a_whole_one(
-    server, validation_corpus, tmp_path, recipe, optimizer, world_size, changes
-):
+def test_sharded_model_matches_whole_model(server, validation_corpus, tmp_path, recipe, optimizer, world_size, changes):
     changes = NO_DROPOUT | {"optimizer.name": optimizer, "train.steps": "8", "train.batch_size": "10"} | changes
     server.run(1, validation_corpus, tmp_path / "whole", recipe=recipe, **changes)
     server.run(world_size, validation_corpus, tmp_path / "run", recipe=recipe, **changes, **SHARDED)
     assert_close_runs(tmp_path / "run", tmp_path / "whole")
     evaluations = [lines(tmp_path / name, "evaluations.jsonl") for name in ("run", "whole")]
-    for found, expected in zip(*evaluations, strict=True):
+    for actual, expected in zip(*evaluations, strict=True):
         losses = {name: value for name, value in expected.items() if name.endswith("loss") and value is not None}
-        assert {name: found[name] for name in losses} == pytest.approx(losses, rel=1e-4)
+        assert {name: actual[name] for name in losses} == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validation_corpus, tmp_path):
-    """With longer texts from then on."""
+def test_resume_between_sharded_and_whole(server, validation_corpus, tmp_path):
+    """Both resumes also lengthen the texts."""
     changes = NO_DROPOUT | {"train.steps": "12", "train.batch_size": "10", "train.keep_checkpoints": "9"}
     server.run(1, validation_corpus, tmp_path / "whole", **changes)
     truncate(tmp_path / "whole", 6)
@@ -70,35 +68,36 @@ def test_a_sharded_run_resumes_a_whole_one_and_is_resumed_by_one(server, validat
 
 
 @pytest.mark.slow
-def test_a_rank_killed_in_a_sharded_step_ends_the_other(server, validation_corpus, tmp_path):
+def test_rank_killed_in_sharded_step_ends_other(server, validation_corpus, tmp_path):
     out = tmp_path / "run"
     ranks = server.start(2, validation_corpus, out, **SHARDED, **{"train.steps": "100000"})
     wait_for(lambda: checkpoint_folder.steps(out) if out.exists() else False)
     ranks[1].kill()
-    assert ranks[0].wait() == 2 and "rank 0: lost another rank" in ranks[0].said()
-    assert "Traceback" not in ranks[0].said() and ranks[1].wait() == -signal.SIGKILL
+    assert ranks[0].wait() == 2 and "rank 0: lost another rank" in ranks[0].output()
+    assert "Traceback" not in ranks[0].output() and ranks[1].wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("name", [*DIFFERENT, "local attention", "deberta"])
-def test_a_row_of_padding_counts_for_nothing_and_has_all_gradients(name):
+def test_padding_row_has_zero_loss_and_all_gradients(name):
     deberta = {"model.architecture": "deberta", "model.tying": "disentangled", "model.conv_kernel_size": "3"}
     config = make_config(**(DIFFERENT | {"local attention": LOCAL, "deberta": deberta})[name])
     model = make_model(config).train()
     objective = objective_of(config)
     batch = make_batch()
-    row = padding_row({name: each[:0] for name, each in batch.items() if name != "cu_seqlens"} | {"cu_seqlens": None})
+    empty = {name: tensor[:0] for name, tensor in batch.items() if name != "cu_seqlens"}
+    row = padding_row(empty | {"cu_seqlens": None})
     assert all(value == 0 for value in objective.loss_denominators(row).values())
     compute = ComputeConfig("sdpa", torch.float32)
     key = RngKey(torch.tensor([1, 2]), 3)
     output = objective.forward(model, MicroBatch(row, compute, key, objective.loss_denominators(batch)))
     output.loss.backward()
     assert output.loss == 0 and all(value == 0 for value in output.totals.values())
-    for at, parameter in model.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), at
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), parameter_name
 
 
-def test_rows_are_divided_as_torch_divides_chunks():
+def test_rows_divided_like_torch_chunk():
     for num_rows, num_processes in itertools.product((1, 2, 3, 8, 51), (1, 2, 3, 4, 8)):
         chunks = [chunk.tolist() for chunk in torch.arange(num_rows).chunk(num_processes)]
-        found = [list(range(num_rows))[local_rows(num_rows, rank, num_processes)] for rank in range(num_processes)]
-        assert found == chunks + [[]] * (num_processes - len(chunks))
+        rows = [list(range(num_rows))[local_rows(num_rows, rank, num_processes)] for rank in range(num_processes)]
+        assert rows == chunks + [[]] * (num_processes - len(chunks))

@@ -1,4 +1,4 @@
-"""Steps on a CPU by several processes: the same training as by one, repeatable to the bit, and nothing left behind."""
+"""Steps on a CPU by several processes: the same training as by one, bitwise repeatable, with no leftover processes."""
 
 import contextlib
 import os
@@ -75,25 +75,25 @@ def trained(corpus, config, num_processes, outgrow=False):
 
 
 def workers_of(process):
-    """Process ids of the workers that a process has started; it may have other children."""
-    found = []
+    """Returns the ids of the workers among the children of a process."""
+    workers = []
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):
             if b"serve_steps" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return found
+                workers.append(int(child))
+    return workers
 
 
 def worker_of(process):
-    """The one worker of a process, whose command appears a moment after its start."""
-    while not (found := workers_of(process)):
+    """Returns the only worker of a process, once its command is visible."""
+    while not (workers := workers_of(process)):
         time.sleep(0.01)
-    (worker,) = found
+    (worker,) = workers
     return worker
 
 
 def has_ended(process, seconds=20.0):
-    """Whether a process is gone, or a zombie, within some seconds."""
+    """Returns whether a process ends, or becomes a zombie, within some seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -111,8 +111,8 @@ def has_ended(process, seconds=20.0):
     ("recipe", "generator", "num_processes", "accumulate"),
     [("google", "unigram", 2, 1), ("modern", "model", 3, 2), ("deberta", "model", 2, 1)],
 )
-def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
-    """Operations have one thread each; what comes between the steps has all cores."""
+def test_processes_match_single_process(tiny_corpus, monkeypatch, recipe, generator, num_processes, accumulate):
+    """Within a step, operations have one thread; between steps, they have all cores."""
     config = configured(tiny_corpus, recipe, accumulate=accumulate)
     seen = []
     config = config.override({"generator.kind": generator, "objective.corrective_weight": 0.0})
@@ -123,14 +123,14 @@ def test_processes_train_as_one(tiny_corpus, monkeypatch, recipe, generator, num
     weights, totals = trained(tiny_corpus, config, 1)
     monkeypatch.setattr(DiscriminatorHead, "forward", note(DiscriminatorHead.forward))
     monkeypatch.setattr(Optimizer, "step", note(Optimizer.step))
-    found, found_totals = trained(tiny_corpus, config, num_processes, outgrow=True)
+    shared_weights, shared_totals = trained(tiny_corpus, config, num_processes, outgrow=True)
     assert set(seen) == {1} and torch.get_num_threads() == 2
-    assert found_totals == pytest.approx(totals, rel=1e-4)
+    assert shared_totals == pytest.approx(totals, rel=1e-4)
     for name, tensor in weights.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(shared_weights[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkeypatch):
+def test_muon_uses_precision_of_run(tiny_corpus, tmp_path, monkeypatch):
     original = rules.orthogonalize
     dtypes = set()
 
@@ -147,19 +147,19 @@ def test_muon_iterates_in_the_precision_of_the_run(tiny_corpus, tmp_path, monkey
     assert work.build_worker(1, 2)[1]._state.matrix_dtype == torch.bfloat16
 
 
-def test_processes_draw_other_dropout_masks(tiny_corpus):
+def test_processes_draw_different_dropout_masks(tiny_corpus):
     config = configured(tiny_corpus)
-    found = []
+    seeds = []
     batch = HostBatch.of(next(batches(tiny_corpus)))
     for rank, step in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 1)):
         backward = Backward(ef.Electra(config), config, COMPUTE, "eager", rank, 2)
         backward.load(batch, step)
         backward.run()
-        found.append(torch.default_generator.initial_seed())
-    assert len(set(found)) == 4 and found[3] == found[4]
+        seeds.append(torch.default_generator.initial_seed())
+    assert len(set(seeds)) == 4 and seeds[3] == seeds[4]
 
 
-def test_a_worker_multiplies_as_its_run(monkeypatch):
+def test_worker_uses_matmul_of_run(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True})
     task = SimpleNamespace(work=SimpleNamespace(compute=ComputeConfig("sdpa", torch.float32, ONEDNN)))
     monkeypatch.setattr(step_processes, "Connection", lambda _: SimpleNamespace(recv=lambda: task))
@@ -171,8 +171,8 @@ def test_a_worker_multiplies_as_its_run(monkeypatch):
 
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores", "own_processor")
-def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_corpus, tmp_path):
-    """A run of two stages, against the same by one process, and resumed after the switch."""
+def test_stages_switch_in_all_processes(validation_corpus, tmp_path):
+    """A run of two stages, compared with the same run by one process, and resumed after the switch."""
     changes = VARIANTS["two-stage"] | {"train.matmul": ONEDNN if has_onednn() else DEFAULT}
     changes |= {"objective.corrective_weight": "0", "train.keep_checkpoints": "9"}
     changes |= {"model.dropout": "0", "model.attention_dropout": "0"}
@@ -192,7 +192,7 @@ def test_stages_switch_in_all_processes_and_a_run_resumes_to_the_bit(validation_
 
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores", "hostile_folder")
-def test_an_error_in_a_worker_is_raised(tiny_corpus):
+def test_worker_error_raised(tiny_corpus):
     step = make_step(configured(tiny_corpus), 2)
     rows = next(batches(tiny_corpus))
     step(rows, 0)
@@ -205,22 +205,24 @@ def test_an_error_in_a_worker_is_raised(tiny_corpus):
 
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
-def test_a_killed_worker_ends_the_run_with_a_remedy(tiny_corpus):
+def test_killed_worker_ends_run_with_remedy(tiny_corpus):
     step = make_step(configured(tiny_corpus), 2)
     loader = batches(tiny_corpus)
     step(next(loader), 0)
     worker = worker_of(os.getpid())
-    os.kill(worker, signal.SIGTERM)  # blocked: a scheduler that asks every process to stop gets a checkpoint
+    os.kill(worker, signal.SIGTERM)  # blocked, so a scheduler that signals every process gets a checkpoint
     step(next(loader), 1)
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(TrainingFailed, match=r"ended \(killed by SIGKILL, .* memory .*\); use fewer .*; run again"):
+    with pytest.raises(
+        TrainingFailed, match=r"ended \(killed by SIGKILL, .* memory .*\); set OMP_NUM_THREADS=1 .*; then run again"
+    ):
         step(next(loader), 2)
     assert not workers_of(os.getpid())
 
 
 @pytest.fixture
 def started(server, tiny_corpus, tmp_path):
-    """A run by two processes in a process group of its own, when it has taken steps; and its worker."""
+    """Yields a run by two processes in a separate process group, after its first checkpoint, and its worker."""
     changes = {"train.steps": "5000", "train.eval_every": "0"}
     ranks = server.start(1, tiny_corpus, tmp_path / "run", {"OMP_NUM_THREADS": "2"}, **changes)
     wait_for(lambda: (tmp_path / "run").exists() and checkpoint_folder.steps(tmp_path / "run"))
@@ -228,36 +230,36 @@ def started(server, tiny_corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_run(started):
+def test_workers_end_with_killed_run(started):
     run, worker = started
     run.kill()
     assert has_ended(worker) and run.wait() == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_a_signal_to_all_processes_ends_in_a_checkpoint(started):
-    """As a terminal's Ctrl-C does, or a scheduler."""
+def test_signal_to_all_processes_writes_checkpoint(started):
+    """Ctrl-C in a terminal does this, and schedulers."""
     run, worker = started
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait() == 128 + signal.SIGINT and "checkpoint written; run again to resume" in run.said()
-    assert "Traceback" not in run.said() and has_ended(worker)
+    assert run.wait() == 128 + signal.SIGINT and "checkpoint written; run again to resume" in run.output()
+    assert "Traceback" not in run.output() and has_ended(worker)
 
 
 @pytest.mark.slow
-def test_a_suspended_worker_is_named_and_a_signal_ends_the_run(started):
+def test_suspended_worker_reported(started):
     run, worker = started
     os.kill(worker, signal.SIGSTOP)
-    wait_for(lambda: f"worker process {worker} is suspended, and the run waits for it" in run.said())
+    wait_for(lambda: f"worker process {worker} is suspended, and the run waits for it" in run.output())
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM and has_ended(worker)
-    assert f"worker process {worker} is suspended: the step cannot be finished, so no checkpoint" in run.said()
-    assert "Traceback" not in run.said() and "run again to resume from the last one" in run.said().splitlines()[-1]
+    assert f"worker process {worker} is suspended: the step cannot be finished, so no checkpoint" in run.output()
+    assert "Traceback" not in run.output() and "run again to resume from the last one" in run.output().splitlines()[-1]
 
 
 @pytest.mark.process
 @pytest.mark.usefixtures("two_cores")
-def test_a_suspended_worker_takes_no_batch_however_large(tiny_corpus, monkeypatch):
-    """It would block the run where it sends, until the worker goes on."""
+def test_suspended_worker_does_not_block_send(tiny_corpus, monkeypatch):
+    """Otherwise the run would hang in `send` until the worker continues."""
     step = make_step(configured(tiny_corpus), 2)
     worker = worker_of(os.getpid())
     os.kill(worker, signal.SIGSTOP)
@@ -268,7 +270,7 @@ def test_a_suspended_worker_takes_no_batch_however_large(tiny_corpus, monkeypatc
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_as_many_processes_as_torch_has_threads_that_divide_the_rows(monkeypatch):
+def test_number_of_processes_divides_rows(monkeypatch):
     config = ef.Config.preset("tiny", "google")
     assert choose_num_processes(config, CPU) == 2
     assert choose_num_processes(config, torch.device("cuda")) == 1
@@ -298,8 +300,8 @@ print(first, min(faults() for _ in range(4)))  # the heap grows at first
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="settings of glibc")
-def test_memory_that_a_step_frees_stays_with_the_process(tmp_path):
-    """In a process of its own, since the setting lasts."""
+def test_freed_memory_stays_in_process(tmp_path):
+    """In a separate process, since the setting cannot be reverted."""
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", PAGE_FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)

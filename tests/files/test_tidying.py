@@ -62,7 +62,7 @@ def test_what_is_somebodys_is_refused_and_kept(validation_corpus, tmp_path, name
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(InputError, match=f"run: holds {name.split('/')[0]} but no run .config"):
+    with pytest.raises(InputError, match=f"run: contains {name.split('/')[0]} but no run .config"):
         begin(validation_corpus, tmp_path / "run")
     assert mine.read_text() == "mine"
 

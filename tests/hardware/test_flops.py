@@ -1,4 +1,4 @@
-"""The published count to the digit, and the true count against what torch counts while it runs."""
+"""The published count, exactly, and the true count, compared with torch's counter."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.objectives.objective import MicroBatch, RngKey
 from electra_fast.ops.operations import linear, use_impl
 
-# As `flops_computation.py` of the published code prints them.
+# Output of `flops_computation.py` in the published code.
 PUBLISHED = {
     "electra_small": 1.293743798272e18,
     "electra_base": 6.424541834277683e19,
@@ -43,12 +43,12 @@ RTD_HEAD = 2 * 256**2 + 11 * 256
         ("large", {"objective.name": "mlm", "train.steps": 1_000_000, "train.batch_size": 256}, "bert_large"),
     ],
 )
-def test_presets_cost_the_published_totals(preset: str, changes: dict[str, object], name: str) -> None:
+def test_presets_match_published_totals(preset: str, changes: dict[str, object], name: str) -> None:
     assert published_training_flops(Config.preset(preset, "google").override(changes)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(("key", "value"), [("architecture", "modernbert"), ("heads", "plain")])
-def test_other_encoders_have_no_published_count(key: str, value: str) -> None:
+def test_no_published_count_for_other_encoders(key: str, value: str) -> None:
     config = Config.preset("tiny", "google").override({f"model.{key}": value})
     assert published_training_flops(config) is flops(config)["published_total"] is None
 
@@ -57,12 +57,12 @@ def test_other_encoders_have_no_published_count(key: str, value: str) -> None:
     ("preset", "parts", "total"),
     [("small", (62, 5, 3.5), 70), ("base", (570, 77, 21), 668), ("large", (1969, 153, 28), 2150)],
 )
-def test_true_counts_in_mflop_a_token(preset: str, parts: tuple[float, ...], total: float) -> None:
+def test_true_mflops_per_token(preset: str, parts: tuple[float, ...], total: float) -> None:
     flops = flops_per_token(Config.preset(preset, "google").override({"data.mask_prob": 0.15}))
-    found = (flops.discriminator, flops.generator, flops.generator_head)
-    assert [x / 1e6 for x in found] == pytest.approx(parts, rel=0.05)
+    counts = (flops.discriminator, flops.generator, flops.generator_head)
+    assert [x / 1e6 for x in counts] == pytest.approx(parts, rel=0.05)
     assert flops.total / 1e6 == pytest.approx(total, rel=0.005)
-    assert flops.total == sum(found)
+    assert flops.total == sum(counts)
 
 
 OTHER_SHAPES = {
@@ -81,11 +81,11 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, *OTHER_SHAPES])
-def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of each stage, by the references, whose products torch sees.
+def test_true_counts_match_torch_counter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward passes of each stage, with the references, whose products torch counts.
 
-    The math backend multiplies attention out, which is what the formula counts: torch does not see in-place products,
-    and flash attention computes the scores once more in its backward pass.
+    The math backend computes attention as the formula counts it. Torch does not count in-place products, and flash
+    attention computes the scores again in its backward pass.
     """
 
     def nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,11 +121,11 @@ def test_true_counts_of_whole_steps_equal_what_torch_counts(name: str, monkeypat
         with use_impl("reference"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             stage.objective.forward(model, MicroBatch(batch, compute, key, denominators)).loss.backward()
         expected = flops_per_token(config, [stage]).total * num_rows * length
-        # The baseline passes no gradient on, and is counted as if it did.
+        # The baseline does not propagate a gradient, but is counted as if it did.
         assert counter.get_total_flops() == pytest.approx(expected, rel=2e-4 if "adversarial" in name else 1e-12)
 
 
-def test_a_run_costs_what_its_stages_cost() -> None:
+def test_run_cost_sums_stages() -> None:
     config = Config.preset("small", "paper").with_objective("two-stage")
     stages = objective_of(config).stages()
     first, second = (flops_per_token(config, [stage]) for stage in stages)
@@ -136,7 +136,7 @@ def test_a_run_costs_what_its_stages_cost() -> None:
     assert flops_per_token(config).total == pytest.approx((first.total + second.total) / 2)
 
 
-def test_a_generator_that_is_first_costs_itself_alone() -> None:
+def test_generator_first_steps_cost_only_generator() -> None:
     config = Config.preset("small", "google").override({"train.steps": "100", "objective.generator_first": "25"})
     first, second = (flops_per_token(config, [stage]) for stage in objective_of(config).stages())
     assert second == flops_per_token(config.override({"objective.generator_first": "0"}))
@@ -148,7 +148,7 @@ def test_a_generator_that_is_first_costs_itself_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # A generator and an encoder with BERT's head in place of the discriminator's.
+        # A generator and an encoder, with BERT's head instead of the discriminator's.
         ("replace-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD - RTD_HEAD)),
         ("all-tokens-mlm", PUBLISHED["electra_small"] + 2 * 128e6 * 128 * (MASKED_HEAD / 0.15625 + 2 * 256 - RTD_HEAD)),
     ],
@@ -167,18 +167,18 @@ def test_published_count_of_other_objectives(name: str, expected: float) -> None
         ),
     ],
 )
-def test_objectives_that_a_configuration_cannot_have_are_left_open(changes: dict[str, str], missing: set[str]) -> None:
-    """What trains has its own count, whatever the others need."""
+def test_impossible_objectives_have_no_count(changes: dict[str, str], missing: set[str]) -> None:
+    """The configured objective has its count, even if others are impossible."""
     config = Config.preset("small", "paper").override(changes)
     content = flops(config)
     assert content["per_token"]["total"] == flops_per_token(config).total  # type: ignore[index]
-    found = objectives_report(config)
-    assert {name for name, each in found.items() if each["per_token"] is None} == missing
-    for each in found.values():
-        assert (each["times_electra"] is None) == (each["per_token"] is None or "electra" in missing)
+    report = objectives_report(config)
+    assert {name for name, counts in report.items() if counts["per_token"] is None} == missing
+    for counts in report.values():
+        assert (counts["times_electra"] is None) == (counts["per_token"] is None or "electra" in missing)
 
 
-def test_local_attention_counts_the_window() -> None:
+def test_local_attention_counts_window() -> None:
     config = Config.preset("tiny", "modern").override({"model.num_layers": 4, "objective.name": "mlm"})
     local = config.override({"model.local_attention": 8})  # layers 1 and 2
     length = config.data.sequence_length
@@ -187,7 +187,7 @@ def test_local_attention_counts_the_window() -> None:
     assert saved == 3 * 2 * 4 * (length - 9) * hidden
 
 
-def test_report_adds_up() -> None:
+def test_report_totals_are_consistent() -> None:
     config = Config.preset("small", "google")
     content = flops(config)
     assert content["published_total"] == PUBLISHED["electra_small"]

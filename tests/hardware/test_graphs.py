@@ -23,8 +23,8 @@ class Generator:
         self.seed = seed
 
 
-def test_all_graphs_of_a_runner_share_a_pool(monkeypatch):
-    """Until they are dropped: torch frees a pool with its last graph."""
+def test_graphs_share_memory_pool(monkeypatch):
+    """After `drop` there is a new pool, since torch frees a pool with its last graph."""
     pools = []
     handles = iter(range(9))
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
@@ -34,7 +34,7 @@ def test_all_graphs_of_a_runner_share_a_pool(monkeypatch):
     runner = GraphRunner(torch.device("cuda:0"), captures=True)
 
     def run():
-        runner.outside(lambda: None)  # which divides a run into two graphs
+        runner.outside(lambda: None)  # divides a run into two graphs
 
     for key in 8 * "ab":
         runner.run(run, key=key)
@@ -45,7 +45,7 @@ def test_all_graphs_of_a_runner_share_a_pool(monkeypatch):
     assert pools == [0] * 4 + [1] * 2
 
 
-def test_a_gpu_is_seeded_alone(monkeypatch):
+def test_only_given_gpu_is_seeded(monkeypatch):
     generators = [Generator(), Generator()]
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -53,7 +53,7 @@ def test_a_gpu_is_seeded_alone(monkeypatch):
     expected = torch.initial_seed()
     state = torch.get_rng_state()
     seed_generator(torch.device("cuda", 1), 3, 2, 1)
-    assert [each.seed for each in generators] == [None, expected]
+    assert [generator.seed for generator in generators] == [None, expected]
     seed_generator(torch.device("cuda"), 7, 2, 1)
     assert generators[0].seed not in (None, expected) and generators[1].seed == expected
     assert torch.equal(torch.get_rng_state(), state)

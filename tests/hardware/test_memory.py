@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
 SHORT = ComputeConfig("short", torch.bfloat16)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts as a GPU that is not there would")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="estimates for a GPU that is missing")
 
 
 @pytest.fixture
@@ -34,20 +34,20 @@ def of_preset(name, recipe, **changes):
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_equals_the_tensors_that_hooks_see_saved(tiny_corpus, recipe):
-    """Real tensors and kernels, in the interpreter."""
+def test_saved_bytes_match_hooks(tiny_corpus, recipe):
+    """The hooks see real tensors, of kernels in the interpreter."""
     sizes = {"model.vocab_size": ef.Corpus(tiny_corpus).vocab_size, "model.num_layers": 1}
     config = ef.Config.preset("tiny", recipe).override(sizes)
     compute = ComputeConfig("short", torch.float16)
     batch = ef.to_torch(next(ef.BatchLoader.from_config(config, corpus=tiny_corpus, batch_size=2)))
     model = ef.Electra(config).train()
     objective = objective_of(config)
-    given = {each.untyped_storage()._cdata for each in (*model.parameters(), *batch.values())}
+    existing = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *batch.values())}
     saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in given:
+        if storage._cdata not in existing:
             saved[storage._cdata] = storage
         return tensor
 
@@ -56,23 +56,23 @@ def test_equals_the_tensors_that_hooks_see_saved(tiny_corpus, recipe):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = objective.forward(model, MicroBatch(batch, compute, key, objective.loss_denominators(batch)))
         step = StepMemory(config, compute, CPU)
-        counted = step.forward(2)[0] + sum(each.nbytes for each in step._casts.copies)
+        counted = step.forward(2)[0] + sum(cast.nbytes for cast in step._casts.copies)
     assert output.loss.isfinite()
-    assert counted == pytest.approx(sum(each.nbytes() for each in saved.values()), rel=0.02)
+    assert counted == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("name", "recipe", "attention", "kib"),
     [("small", "google", "short", 110.3), ("base", "google", "varlen", 399.4), ("tiny", "google", "flex", 3.5)],
 )
-def test_counts_as_on_a_gpu(hopper, name, recipe, attention, kib):
+def test_counts_match_measurements_on_gpu(hopper, name, recipe, attention, kib):
     step = StepMemory(of_preset(name, recipe), ComputeConfig(attention, torch.bfloat16), CUDA)
     assert step.bytes_per_token() / 1024 == pytest.approx(kib, rel=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "flex"])
-def test_rows_of_512_tokens_of_a_base_deberta_fit_16_gib(hopper, attention):
+def test_base_deberta_fits_16_gib(hopper, attention):
     config = of_preset("base", "deberta", **{"model.vocab_size": 128100, "train.batch_size": 256})
     memory = StepMemory(config, ComputeConfig(attention, torch.bfloat16), CUDA)
     accumulate, num_rows, does_fit = memory.min_micro_batches(15 << 30)
@@ -80,8 +80,8 @@ def test_rows_of_512_tokens_of_a_base_deberta_fit_16_gib(hopper, attention):
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_the_estimate_covers_the_backward_pass(recipe):
-    """A backward pass on tensors without data needs a device for its threads, so this one is the CPU's."""
+def test_estimate_covers_backward_pass(recipe):
+    """Runs on the CPU, since a backward pass on tensors without data needs a device for its threads."""
     config = of_preset("small", recipe, **{"model.num_layers": 3})
     with use_impl("kernel"):
         step = StepMemory(config, SHORT, CPU)
@@ -89,33 +89,34 @@ def test_the_estimate_covers_the_backward_pass(recipe):
         with step._mode:
             batch = step._batch(64)
             key = RngKey(torch.zeros(2, dtype=torch.int64))
-            given = (*step._model.parameters(), *step._casts.copies, *batch.values())
-            for each in step._model.train().parameters():
-                each.grad = torch.empty_like(each)
+            existing = (*step._model.parameters(), *step._casts.copies, *batch.values())
+            for parameter in step._model.train().parameters():
+                parameter.grad = torch.empty_like(parameter)
             objective = objective_of(config)
             denominators = objective.loss_denominators(batch)
-            with step._casts.current(), _LiveBytes(given) as live:
+            with step._casts.current(), _LiveBytes(existing) as live:
                 objective.forward(step._model, MicroBatch(batch, SHORT, key, denominators)).loss.backward()
         estimate = step.parts(64)["activations"] - working
     assert saved < live.peak < estimate < 1.1 * live.peak
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_update_of_each_rule_takes_what_it_says(rule):
+def test_update_bytes_of_each_rule(rule):
     config = of_preset("small", "modern", **{"optimizer.name": rule, "model.vocab_size": "8192"}).resolved()
     with FakeTensorMode():
         model = ef.Electra(config)
         optimizer = Optimizer(model.named_parameters(), config.optimizer)
         optimizer.set_step_scalars(1.0)
-        for each in model.parameters():
-            each.grad = torch.empty_like(each)
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
         moments = (*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values())
-        with _LiveBytes((*model.parameters(), *(each.grad for each in model.parameters()), *moments)) as live:
+        with _LiveBytes((*parameters, *(parameter.grad for parameter in parameters), *moments)) as live:
             optimizer.step()
-    assert live.peak / sum(each.numel() for each in model.parameters()) < RULES[rule].update_bytes + 0.01
+    assert live.peak / sum(parameter.numel() for parameter in parameters) < RULES[rule].update_bytes + 0.01
 
 
-def test_sharding_divides_what_is_constant(hopper):
+def test_sharding_divides_constant_memory(hopper):
     config = of_preset("base", "google", **{"train.sharding": "full"})
     varlen = ComputeConfig("varlen", torch.bfloat16)
     whole, quarter = (StepMemory(config, varlen, CUDA, size).parts(1) for size in (1, 4))
@@ -126,7 +127,7 @@ def test_sharding_divides_what_is_constant(hopper):
 class TestAccumulate:
     @pytest.fixture
     def fits(self, hopper, monkeypatch):
-        """A function that sets the free memory to what a step with some rows needs."""
+        """Returns a function that sets the free memory to the memory of a step with some rows."""
 
         def set_free(config, num_rows, world_size=1):
             needed = StepMemory(config, SHORT, CUDA, world_size).step(num_rows)
@@ -134,7 +135,7 @@ class TestAccumulate:
 
         return set_free
 
-    def test_the_largest_micro_batch_that_fits_is_chosen(self, fits):
+    def test_largest_fitting_micro_batch_chosen(self, fits):
         config = of_preset("tiny", "google", **{"train.batch_size": "64"})
         fits(config, 16)
         accumulate, line = choose_accumulate(config, SHORT, CUDA)
@@ -145,7 +146,7 @@ class TestAccumulate:
         assert choose_accumulate(config, SHORT, CUDA, 3)[0] == 2  # of 11 rows; 22 do not fit
         assert choose_accumulate(config, SHORT, CPU) == (1, "")
 
-    def test_what_fits_not_even_by_rows_is_refused(self, fits):
+    def test_too_large_single_row_refused(self, fits):
         config = of_preset("tiny", "google", **{"train.batch_size": "64"})
         fits(config, 1)
         assert choose_accumulate(config, SHORT, CUDA)[0] == 64

@@ -1,4 +1,4 @@
-"""What `auto` chooses for the hardware at hand: by measurement or rule, recorded in the run, kept on resume."""
+"""The choices of `auto` for this machine: from a measurement or a rule, recorded in the run, and kept on resume."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from electra_fast.training.run import Run
 
 CPU = torch.device("cpu")
 CHOSEN = {"train.matmul": "default", "train.precision": "fp32", "model.attention": "sdpa", "train.execution": "eager"}
-CHOSEN["train.accumulate"] = 2  # as given
+CHOSEN["train.accumulate"] = 2  # as configured
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device makes other choices")
 
@@ -47,7 +47,7 @@ def bf16_cpu(monkeypatch):
 
 @pytest.fixture
 def timed(monkeypatch, bf16_cpu):
-    """A function that sets what a measurement finds; None: there must be none."""
+    """Returns a function that sets the result of a measurement. Before it is called, a measurement fails the test."""
 
     def set_times(fp32, bf16):
         monkeypatch.setattr(hardware, "measure", lambda _: Measurement(4, 16, {"fp32": fp32, "bf16": bf16}))
@@ -58,7 +58,7 @@ def timed(monkeypatch, bf16_cpu):
 
 @pytest.fixture
 def products(monkeypatch, timed):
-    """A function that sets how many times as fast oneDNN is found to be; without it there must be no measurement."""
+    """Returns a function that sets the measured speedup of oneDNN. Before it is called, measuring fails the test."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
 
     def set_speedup(speedup):
@@ -76,7 +76,7 @@ def run(whole_run, tmp_path):
 
 
 def recorded_as(run, step=21, **values):
-    """Makes a checkpoint the newest, with other values of keys in its config.toml, as a run elsewhere would have."""
+    """Makes a checkpoint the newest, with other values in its config.toml, as if the run were from another machine."""
     truncate(run, step)
     newest = checkpoint_folder.path_of(run, step)
     state = checkpoint_folder.read_state(newest)
@@ -88,7 +88,7 @@ def recorded_as(run, step=21, **values):
 
 
 class TestMeasurement:
-    def test_the_faster_precision_and_library_are_chosen_and_kept(
+    def test_faster_precision_and_library_chosen_and_kept(
         self, validation_corpus, tmp_path, timed, products, capsys, products_by
     ):
         used = products_by(DiscriminatorHead)
@@ -97,48 +97,48 @@ class TestMeasurement:
         out = tmp_path / "run"
         other = tmp_path / "other"
         pretrain(validation_corpus, config=auto_config(), out=out)
-        told = said(capsys)
-        line = "forward and backward of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
-        assert f"train.precision = auto: bf16 ({line})" in told
+        messages = said(capsys)
+        line = "forward and backward passes of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
+        assert f"train.precision = auto: bf16 ({line})" in messages
         line = "time of fp32 products by torch's default, relative to oneDNN: " + ", ".join(f"{k} 2.50" for k in KINDS)
-        assert f"train.matmul = auto: onednn ({line})" in told and used == {"onednn"}
+        assert f"train.matmul = auto: onednn ({line})" in messages and used == {"onednn"}
         expected = CHOSEN | {"train.precision": "bf16", "train.matmul": "onednn"}
         assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected
         facts = json.loads((out / "environment.jsonl").read_text())
         assert (facts["activations"], facts["matmul"]) == ("bfloat16", "onednn")
         shutil.copytree(out, other)
         shutil.rmtree(checkpoint_folder.latest(other))
-        timed(0.1, 0.2)  # whatever a measurement would find now
+        timed(0.1, 0.2)  # a new measurement would choose otherwise
         products(0.4)
         pretrain(validation_corpus, config=auto_config(), out=other)
         assert_same_run(other, out)
         assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
         assert "auto" not in said(capsys)
 
-    def test_a_measured_run_equals_one_whose_values_are_given(self, validation_corpus, tmp_path, monkeypatch, capsys):
+    def test_measured_run_equals_run_with_set_values(self, validation_corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
         few = {"train.steps": "8"}
-        found = []
+        calls = []
         for name, result in (("measure_products", measure_products), ("measure", measure)):
-            noted = lambda config, name=name, result=result: found.append((name, config)) or result(config)  # noqa: E731
+            noted = lambda config, name=name, result=result: calls.append((name, config)) or result(config)  # noqa: E731
             monkeypatch.setattr(hardware, name, noted)
         pretrain(validation_corpus, config=auto_config(**few), out=tmp_path / "auto")
-        assert "forward and backward of 4 rows of 16 tokens take" in said(capsys)
+        assert "forward and backward passes of 4 rows of 16 tokens take" in said(capsys)
         values = hardware_values(tmp_path / "auto")
-        assert [name for name, _ in found] == ["measure_products", "measure"]
-        assert found[1][1].train.matmul == values["train.matmul"] != AUTO
+        assert [name for name, _ in calls] == ["measure_products", "measure"]
+        assert calls[1][1].train.matmul == values["train.matmul"] != AUTO
         chosen = {name: values[name] for name in ("train.precision", "train.matmul")}
         pretrain(validation_corpus, config=auto_config(**few, **chosen), out=tmp_path / "given")
         assert_same_run(tmp_path / "auto", tmp_path / "given")
         assert "forward and backward" not in said(capsys)
 
-    def test_each_precision_is_the_one_that_runs(self, validation_corpus, monkeypatch):
+    def test_precisions_give_different_losses(self, validation_corpus, monkeypatch):
         used = []
         monkeypatch.setattr(hardware, "choose_compute", lambda *args: used.append(choose_compute(*args)) or used[-1])
         measure(tiny_config(**{"data.corpus": str(validation_corpus), "model.vocab_size": "800"}))
         assert [compute.dtype for compute in used[1:5]] == 2 * [torch.float32, torch.bfloat16]
 
-    def test_passes_take_turns_and_the_shortest_counts(self, monkeypatch):
+    def test_passes_alternate_and_shortest_time_counts(self, monkeypatch):
         now = [0.0]
         order = []
         monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
@@ -152,9 +152,9 @@ class TestMeasurement:
 
         assert shortest_times(passes(a=[1, 0.5, 0.25, 0.75], b=[0.5, 0.25, 1, 0.5])) == {"a": 0.25, "b": 0.25}
         assert order == list("abababab")
-        assert shortest_times(passes(a=[9, 8], b=[5, 4])) == {"a": 8, "b": 4}  # slow ones run once
+        assert shortest_times(passes(a=[9, 8], b=[5, 4])) == {"a": 8, "b": 4}  # slow passes run once
 
-    def test_a_large_micro_batch_is_cut(self):
+    def test_large_micro_batch_measured_with_fewer_rows(self):
         large = Config.preset("base", "google").override({"model.vocab_size": "30522"})
         assert 1 <= hardware._num_rows(large, 1) < 8
         tiny = tiny_config(**{"model.vocab_size": "800", "train.accumulate": "1"})
@@ -162,7 +162,7 @@ class TestMeasurement:
 
 
 class TestRules:
-    def test_a_cpu_without_a_choice_is_not_measured(self, validation_corpus, tmp_path, monkeypatch, capsys):
+    def test_no_measurement_without_choice(self, validation_corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "amx_tile": True})
         for name in ("measure", "measure_products"):
             monkeypatch.setattr(hardware, name, lambda _: pytest.fail("a measurement"))
@@ -170,22 +170,24 @@ class TestRules:
         assert hardware_values(tmp_path / "run") == CHOSEN
         assert "auto" not in said(capsys)
 
-    def test_without_a_measurement_the_dtype_is_fp32(self, bf16_cpu):
+    def test_fp32_without_measurement(self, bf16_cpu):
         assert choose_precision(AUTO, CPU) == AUTO
         assert choose_compute(auto_config(), CPU).dtype == torch.float32
 
 
 class TestResume:
-    def test_the_same_command_keeps_what_was_chosen(self, whole_run, run, validation_corpus, timed, capsys):
+    def test_same_command_keeps_choices(self, whole_run, run, validation_corpus, timed, capsys):
         shutil.rmtree(checkpoint_folder.latest(run))
         pretrain(validation_corpus, config=auto_config(), out=run)
         assert_same_run(run, whole_run)
         assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
         assert "auto" not in said(capsys)
 
-    def test_another_precision_needs_permission(self, run, validation_corpus, timed, capsys):
+    def test_other_precision_needs_allow_changes(self, run, validation_corpus, timed, capsys):
         changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
-        with pytest.raises(ValueError, match=r"train.precision = 'fp32', now it is 'bf16'; .* pass --allow-changes"):
+        with pytest.raises(
+            ValueError, match=r"train.precision = 'bf16', but this run was started with 'fp32'; .* pass --allow-changes"
+        ):
             pretrain(validation_corpus, config=changed, out=run)
         pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
         assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in said(capsys)
@@ -194,11 +196,11 @@ class TestResume:
 
 
 @pytest.mark.parametrize(("kernels", "fails_at", "expected"), [("*", 0, [1, 2]), ("x", 2, [1]), ("x", 1, [1, 2])])
-def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, kernels, fails_at, expected):
-    """References need more memory than kernels here; or a step runs out of memory, whatever was counted."""
+def test_micro_batches_fit_chosen_kernels(monkeypatch, tmp_path, kernels, fails_at, expected):
+    """References need more memory than kernels, or a step runs out of memory despite the estimate."""
     seen = []
 
-    def settle(config, device, folder, world_size, time_steps):
+    def resolve(config, device, folder, world_size, time_steps):
         seen.append(config.train.accumulate)
         settled = config.override({"model.attention": "sdpa", "train.execution": "eager"})
         messages = ["step by graph: out of memory"] if seen[-1] == fails_at else ["checked"]
@@ -208,7 +210,7 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
         accumulate = 2 if ("*", "reference") in compute.kernels else config.train.num_micro_batches
         return accumulate, f"{accumulate} fit"
 
-    monkeypatch.setattr(hardware, "resolve_kernels", settle)
+    monkeypatch.setattr(hardware, "resolve_kernels", resolve)
     monkeypatch.setattr(hardware, "choose_accumulate", choose)
     monkeypatch.setattr(hardware, "before_kernels", lambda config, _: config)
     monkeypatch.setattr(hardware, "choose_compute", lambda *_: ComputeConfig("sdpa", torch.float32))
@@ -219,8 +221,8 @@ def test_micro_batches_fit_the_kernels_that_a_gpu_gets(monkeypatch, tmp_path, ke
     assert settled.train.accumulate == expected[-1] and settled.train.execution == "eager"
 
 
-def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch, tmp_path):
-    """On the first one's own GPU, whatever thread works."""
+def test_ranks_wait_for_check_of_first_rank(monkeypatch, tmp_path):
+    """The check runs in another thread, on the first rank's GPU."""
     done = []
 
     class World:
@@ -239,34 +241,34 @@ def test_ranks_wait_patiently_while_the_first_checks_kernels(monkeypatch, tmp_pa
 
 
 class TestAnotherDevice:
-    def test_what_cannot_run_is_chosen_anew(self, whole_run, run, validation_corpus, timed, capsys):
-        """A run of a GPU, or another processor, resumed on this CPU."""
+    def test_unavailable_choices_made_again(self, whole_run, run, validation_corpus, timed, capsys):
+        """A run from a GPU or another processor is resumed on this CPU."""
         recorded = {"train.execution": "graph", "model.attention": "varlen", "train.matmul": "onednn"}
         recorded_as(run, **recorded)
         pretrain(validation_corpus, config=auto_config(), out=run)
-        told = said(capsys)
+        messages = said(capsys)
         for key, value in recorded.items():
-            assert f'{key} = auto: {CHOSEN[key]}, as the "{value}" recorded in this run cannot run here' in told
+            assert f'{key} = auto: {CHOSEN[key]}, since the recorded "{value}" cannot run on this device' in messages
         assert hardware_values(run) == hardware_values(checkpoint_folder.latest(run)) == CHOSEN
         assert lines(run) == lines(whole_run)
         record = json.loads((run / "changes.jsonl").read_text())
         changes = {"model.attention": ["varlen", "sdpa"], "train.matmul": ["onednn", "default"]}
         assert (record["step"], record["changes"]) == (21, changes)
 
-    def test_a_micro_batch_that_does_not_fit_is_divided(self, run, validation_corpus, timed, monkeypatch, capsys):
+    def test_too_large_micro_batch_divided(self, run, validation_corpus, timed, monkeypatch, capsys):
         shutil.rmtree(checkpoint_folder.latest(run))
         asked = []
         choose = lambda config, *_: asked.append(config.train.accumulate) or (4, "4 micro-batches fit")  # noqa: E731
         monkeypatch.setattr(hardware, "choose_accumulate", choose)
         pretrain(validation_corpus, config=auto_config(), out=run)
-        assert not asked and hardware_values(run)["train.accumulate"] == 2  # as given
+        assert not asked and hardware_values(run)["train.accumulate"] == 2  # as configured
         shutil.rmtree(checkpoint_folder.latest(run))
         pretrain(validation_corpus, config=auto_config(**{"train.accumulate": AUTO}), out=run)
-        assert 'train.accumulate = auto: 4, as the "2" recorded in this run cannot run here' in said(capsys)
+        assert 'train.accumulate = auto: 4, since the recorded "2" cannot run on this device' in said(capsys)
         assert asked == [2] and hardware_values(run)["train.accumulate"] == 4
         assert not (run / "changes.jsonl").exists()
 
-    def test_a_kill_after_a_new_choice_loses_nothing(self, run, validation_corpus, timed, monkeypatch):
+    def test_new_choice_survives_kill(self, run, validation_corpus, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
@@ -282,13 +284,13 @@ class TestAnotherDevice:
             ("train.matmul", "onednn", "a processor with AVX-512"),
         ],
     )
-    def test_what_was_given_and_cannot_run_is_refused(self, run, validation_corpus, timed, key, value, need):
+    def test_unavailable_explicit_value_refused(self, run, validation_corpus, timed, key, value, need):
         recorded_as(run, **{key: value})
         with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}" needs {need}'):
             pretrain(validation_corpus, config=Config.load(run / "config.toml"), out=run)
 
-    def test_better_choices_are_named_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
-        """A run of a CPU, resumed where all three choices would be others."""
+    def test_better_choices_reported_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
+        """A run from a CPU is resumed on a device with three other choices."""
         shutil.rmtree(checkpoint_folder.latest(run))
         better = {"train.precision": "bf16", "model.attention": "varlen", "train.execution": "graph"}
         better["train.matmul"] = "default"
@@ -298,17 +300,19 @@ class TestAnotherDevice:
 
         monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in better})
         pretrain(validation_corpus, config=auto_config(), out=run)
-        told = said(capsys)
-        assert "model.attention = sdpa, train.precision = fp32, train.execution = eager: kept as recorded in" in told
+        messages = said(capsys)
+        assert (
+            "model.attention = sdpa, train.precision = fp32, train.execution = eager: kept as recorded in" in messages
+        )
         options = "--model.attention varlen --train.precision bf16 --train.execution graph --allow-changes"
-        assert f"a new run on this device would have {options}\n" in told
+        assert f"a new run on this device would use {options}\n" in messages
         assert_same_run(run, whole_run)
         pretrain(validation_corpus, config=tiny_config(**{"model.attention": "sdpa"}), out=run)
-        assert "a new run on this device would have --train.execution graph\n" in said(capsys)
+        assert "a new run on this device would use --train.execution graph\n" in said(capsys)
 
 
 class TestNothingRecorded:
-    def test_an_import_chooses_afresh(self, run, validation_corpus, tmp_path, timed, monkeypatch):
+    def test_import_makes_new_choices(self, run, validation_corpus, tmp_path, timed, monkeypatch):
         recorded_as(run, **{"train.execution": "graph", "model.attention": "varlen"})
         export(run, out=tmp_path / "out", unfinished=True)
         import_(tmp_path / "out", out=tmp_path / "again")

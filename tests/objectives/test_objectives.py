@@ -184,7 +184,7 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
     assert [value is None for value in metrics.values()] == [value is None for value in expected.values()]
     expected = {name: value for name, value in expected.items() if value is not None}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
-    assert "token counts are not exported; those of the corpus are used" in capsys.readouterr().err
+    assert "token counts are not exported; using the counts of this corpus" in capsys.readouterr().err
 
     ef.import_(tmp_path / "hf", out=tmp_path / "imported")
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "imported")

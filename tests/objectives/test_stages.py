@@ -144,8 +144,16 @@ def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
 
 def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, tmp_path, capsys):
     for name, change, said in (
-        ("two-stage", {"train.steps": "48"}, "train.steps = 24, now it is 48, which would move the boundary"),
-        ("generator first", {"objective.generator_first": "12"}, "generator_first = 9, now it is 12, which would be a"),
+        (
+            "two-stage",
+            {"train.steps": "48"},
+            "train.steps = 48, but this run was started with 24, and a change would move the boundary",
+        ),
+        (
+            "generator first",
+            {"objective.generator_first": "12"},
+            "generator_first = 12, but this run was started with 9, and a change would need a",
+        ),
     ):
         run = shutil.copytree(run_of(name), tmp_path / name)
         with pytest.raises(ValueError, match=said):
@@ -153,7 +161,7 @@ def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, t
     longer = tiny_config(**GENERATOR_FIRST | {"train.steps": "26"})
     assert pretrain(validation_corpus, config=longer, out=run).step == 26
     rate = (1 - (24 - FIRST) / (26 - FIRST)) * 1e-3
-    said = f"the learning rate of step 24 is {rate:.3g} (it was 0) and falls to 0 at step 26"
+    said = f"the learning rate at step 24 is {rate:.3g} (before: 0) and falls to 0 at step 26"
     assert said in capsys.readouterr().err
 
 

@@ -1,8 +1,8 @@
-"""Compiles the kernels that a call launches for GPUs other than this machine's, and reports what their code uses.
+"""Compiles the kernels that a call launches for GPUs other than this machine's, and reports their resources.
 
-A launch is only recorded: the types, alignment and constants of its arguments are what Triton would specialize for.
-Another process compiles, because the tests' own may run Triton's interpreter, which compiles nothing. It serves all
-requests of a test run: starting one takes longer than compiling most kernels.
+A launch is only recorded, with the types, alignment and constants for which Triton would specialize it. A separate
+process compiles, because the process of the tests may use Triton's interpreter, which compiles nothing.
+It serves all requests of a test run, since starting a process takes longer than compiling most kernels.
 """
 
 import functools
@@ -26,7 +26,7 @@ from electra_fast.card import Card
 
 # Compute capability, or AMD's architecture.
 Target = int | str
-# Shared memory of a multiprocessor in KiB, for all programs on it, each of which takes `RESERVED_BYTES` beside its own.
+# Shared memory of a multiprocessor in KiB, for all its programs. Each program needs `RESERVED_BYTES` in addition.
 SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100, "gfx942": 64}
 RESERVED_BYTES = 1024
 NUM_REGISTERS = 65_536
@@ -48,12 +48,12 @@ class MachineCode:
     tensor_core_instructions: int
 
     def fits(self, programs_per_sm: int = 1) -> bool:
-        """Tells if that many programs fit into a multiprocessor's shared memory."""
+        """Returns whether `programs_per_sm` programs fit into a multiprocessor's shared memory."""
         reserved = 0 if isinstance(self.target, str) or self.target < 80 else RESERVED_BYTES
         return (self.shared_bytes + reserved) * programs_per_sm <= SHARED_KIB[self.target] * 1024
 
     def check(self, programs_per_sm: int, max_spilled_bytes: int = 0) -> None:
-        """Asserts that as many programs fit on a multiprocessor as the launcher assumes, without spills."""
+        """Asserts that `programs_per_sm` programs fit on a multiprocessor, with at most `max_spilled_bytes` spilled."""
         assert self.spilled_bytes <= max_spilled_bytes, self
         assert self.registers * 32 * self.num_warps * programs_per_sm <= NUM_REGISTERS, self
         assert self.fits(programs_per_sm), self
@@ -62,14 +62,14 @@ class MachineCode:
 def compile_launches(
     call: Callable[[], Any], target: Target = 90, only: tuple[str, ...] = ()
 ) -> dict[str, MachineCode]:
-    """The code for a target of the kernels that a call launches, all or `only` some; runs none of them."""
+    """Compiles the kernels that a call launches, all or `only` some, for a target; runs none of them."""
     requests = [request for request in recorded(call, target) if not only or request[1] in only]
     assert requests
     return {request[1]: compiled(request, target) for request in requests}
 
 
 def recorded(call: Callable[[], Any], target: Target) -> list[Request]:
-    """The kernels that a call launches on a GPU of this architecture, in order; runs none of them."""
+    """Returns the kernels that a call launches on a GPU of this architecture, in order; runs none of them."""
     from electra_fast.kernels import corrupt, launch
 
     requests = []
@@ -86,7 +86,7 @@ def recorded(call: Callable[[], Any], target: Target) -> list[Request]:
 
 
 def card_of_target(target: Target) -> Card:
-    """A card of this architecture with an H200's number of multiprocessors."""
+    """Returns a card of this architecture with an H200's number of multiprocessors."""
     if isinstance(target, str):
         return Card(target, (9, 4), is_rocm=True, shared_bytes=SHARED_KIB[target] << 10, gfx=target)
     return Card(f"sm_{target}", divmod(target, 10), shared_bytes=SHARED_KIB[target] << 10)
@@ -97,7 +97,7 @@ def compiled(request: Request, target: Target) -> MachineCode:
 
 
 def _specialization(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Request:
-    """(module, name, types, constants, options): a type with a trailing "!" is divisible by 16."""
+    """Returns (module, name, types, constants, options). A trailing "!" of a type means divisible by 16."""
     parameters = inspect.signature(kernel.fn).parameters
     values = dict(zip(parameters, args, strict=False)) | options
     types = {}
@@ -119,7 +119,7 @@ def _compiler() -> ProcessPoolExecutor:
 
 
 def _leave_the_interpreter() -> None:
-    """In the compiling process, which has not imported Triton yet."""
+    """Disables the interpreter in the compiling process, before it imports Triton."""
     os.environ["TRITON_INTERPRET"] = "0"
 
 
@@ -131,21 +131,21 @@ def _compile(
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(module), name)
-    signature = {each: types.get(each, "constexpr").rstrip("!") for each in kernel.arg_names}
-    aligned = [each for each, type_ in types.items() if type_.endswith("!")]
-    attributes = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
+    signature = {arg: types.get(arg, "constexpr").rstrip("!") for arg in kernel.arg_names}
+    aligned = [arg for arg, type_ in types.items() if type_.endswith("!")]
+    attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
     is_amd = isinstance(target, str)
     gpu = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", target, 32)
-    found = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options)
-    registers, spilled = _amd_usage(found.asm["amdgcn"]) if is_amd else _nvidia_usage(found.asm["cubin"])
+    code = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options)
+    registers, spilled = _amd_usage(code.asm["amdgcn"]) if is_amd else _nvidia_usage(code.asm["cubin"])
     instructions = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)|\bv_mfma"
     return MachineCode(
         target=target,
-        num_warps=found.metadata.num_warps,
+        num_warps=code.metadata.num_warps,
         registers=registers,
         spilled_bytes=spilled,
-        shared_bytes=found.metadata.shared,
-        tensor_core_instructions=len(re.findall(instructions, found.asm["amdgcn" if is_amd else "ptx"])),
+        shared_bytes=code.metadata.shared,
+        tensor_core_instructions=len(re.findall(instructions, code.asm["amdgcn" if is_amd else "ptx"])),
     )
 
 
@@ -157,10 +157,10 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
-    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+    counts = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout))
+    return int(counts["REG"]), int(counts["STACK"]) + int(counts["LOCAL"])
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
-    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", assembly))
-    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"])
+    counts = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", assembly))
+    return int(counts["vgpr_count"]), int(counts["private_segment_fixed_size"])

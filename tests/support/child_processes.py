@@ -1,7 +1,7 @@
-"""A plugin of pytest that counts the processes which tests start: each takes a tenth of a second, or three with torch.
+"""A pytest plugin that counts the processes that tests start. A process takes 0.1 s, or 3 s if it imports torch.
 
-A test that starts one has the marker `process`: `make check` leaves these out, and fails if another starts one. Tests
-that are not slow start at most `MAX_PROCESSES` in all.
+A test that starts a process needs the marker `process`. `make check` skips these tests, and fails if another test
+starts a process. All tests without the marker `slow` together start at most `MAX_PROCESSES`.
 """
 
 import multiprocessing.process
@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 MAX_PROCESSES = 100
-# Fixtures that start one, whichever test is the first to use them.
+# Fixtures that start a process in the first test that uses them.
 FIXTURES = {"server", "exact_run", "s3"}
 EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 BEFORE = pytest.StashKey[int]()
 
-# Processes that this one started, and those of tests that are not slow, by all workers.
+# Processes that this process started, and processes that all workers started for tests that are not slow.
 counts = {"started": 0, "not slow": 0}
 
 
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
     def start(process: multiprocessing.process.BaseProcess) -> None:
         before = counts["started"]
         spawn(process)
-        counts["started"] = before + 1  # a fork is an audit event, a spawn is not
+        counts["started"] = before + 1  # a fork is an audit event, a spawn is none
 
     sys.addaudithook(count)
     multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
@@ -58,7 +58,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
     result = yield
     if counts["started"] > item.stash[BEFORE] and "not process" in item.config.option.markexpr:
-        pytest.fail("starts a process: make it a call, or mark the test with pytest.mark.process", pytrace=False)
+        pytest.fail(
+            "starts a process: call the function instead, or mark the test with pytest.mark.process", pytrace=False
+        )
     return result
 
 

@@ -1,4 +1,4 @@
-"""Comparison of a kernel with its reference, each against fp64: the output and every gradient."""
+"""Comparison of the errors of a kernel and its reference relative to fp64, for the output and every gradient."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Products by tensor cores: the interpreter's of bf16 are wrong, and some kernels have no fp32 form on a GPU.
+# For products on tensor cores: the interpreter computes them wrongly in bf16; some kernels have no fp32 form on a GPU.
 DOT_DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 KEY = torch.tensor([2**40 + 7, 12, 77], device=DEVICE)
 
@@ -16,13 +16,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_no_worse(
-    found: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], rounding: float, least_scale: float = 0.0
+    outputs: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    truth: Sequence[Tensor],
+    rounding: float,
+    least_scale: float = 0.0,
 ) -> None:
-    """The largest and the mean error are at most 1.2 times eager PyTorch's in the same precision, plus a rounding.
+    """Asserts that the largest and the mean error are at most 1.2 times those in eager PyTorch, plus a rounding error.
 
-    It is relative to the largest element, or to `least_scale` if that is larger.
+    The rounding error is relative to the largest element, or to `least_scale` if that is larger.
     """
-    for ours, theirs, exact in zip(found, eager, truth, strict=True):
+    for ours, theirs, exact in zip(outputs, eager, truth, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
         allowance = rounding * max(least_scale, exact.abs().max().item())
         error = ours.double() - exact
@@ -31,5 +35,5 @@ def assert_no_worse(
         assert error.square().mean().sqrt() <= 1.2 * allowed.square().mean().sqrt() + allowance
 
 
-def assert_same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+def assert_same_bits(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))

@@ -1,12 +1,12 @@
 """Faults for runs under test: `ELECTRA_FAST_FAULT=KIND[:VALUE]@STEP/RANK`, several with commas.
 
-`install` makes the steps of this process meet them; `python tests/support/faults.py ARGUMENTS` is `electra-fast` with
-them.
-They happen before the step with that number (0-based), and only in the first attempt of a launcher that restarts.
+`install` adds them to the steps of this process; `python tests/support/faults.py ARGUMENTS` is `electra-fast` with
+faults. They happen before the step with that number (0-based), and only in the first attempt of a launcher that
+restarts.
 
-    kill                SIGKILL to the process itself
-    hang                the rank never goes on
-    sleep:SECONDS       the rank sleeps before this step and every later one
+    kill                SIGKILL to the process
+    hang                the rank hangs forever
+    sleep:SECONDS       the rank sleeps before this step and every later step
     nan                 the rank's loss is NaN
     flip                one bit of one of the rank's weights changes
 """
@@ -48,10 +48,10 @@ class Faults:
                 time.sleep(fault.value)
             elif fault.kind == "flip":
                 bits = next(model.parameters()).detach().view(torch.int32).view(-1)
-                bits[len(bits) // 2] ^= 1 << 22  # the highest of the fraction: no update rounds it away
+                bits[len(bits) // 2] ^= 1 << 22  # the highest bit of the fraction, which no update rounds away
 
     def denominators(self, step, denominators):
-        """What this rank divides its losses by, which makes them what they are to be."""
+        """Returns the denominators of this rank's losses, nan if the losses must be nan."""
         for fault in self._due(step):
             if fault.kind == "nan":
                 denominators = denominators * float("nan")
@@ -62,7 +62,7 @@ class Faults:
 
 
 def install():
-    """Lets the steps of this process meet the faults that the environment names."""
+    """Adds the faults in the environment variable to the steps of this process."""
     from electra_fast.distributed.launch import Launch
     from electra_fast.training.step import Backward, TrainStep
 

@@ -1,6 +1,6 @@
-"""Makes kernels faulty, in this process or, as its `sitecustomize`, in a child: a launcher's fault by its name.
+"""Makes kernels faulty, in this process or, as `sitecustomize`, in a child.
 
-A child takes the faults from the environment variable FAULTS, JSON.
+A child reads the faults, by the names of launchers, from the environment variable FAULTS (JSON).
 """
 
 import importlib.abc
@@ -15,7 +15,7 @@ MODULE = "electra_fast.kernels.launchers"
 
 
 def faulty(launcher, fault):
-    """A launcher with a fault in its output, its gradient, its compilation, its run or its time."""
+    """Returns a launcher with a fault in its output, gradient, compilation, run or time."""
     calls = []
 
     def call(*args):
@@ -28,8 +28,8 @@ def faulty(launcher, fault):
             os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hang":
             time.sleep(1000)
-        found = launcher(*args)
-        outputs = list(found) if isinstance(found, tuple) else [found]
+        result = launcher(*args)
+        outputs = list(result) if isinstance(result, tuple) else [result]
         y = outputs[0]
         with torch.enable_grad():
             if fault == "output":
@@ -44,7 +44,7 @@ def faulty(launcher, fault):
                 y = y + torch.full_like(y, float("nan"))
             elif fault == "random":
                 y = y * (1 + 1e-6 * len(calls))
-        return (y, *outputs[1:]) if isinstance(found, tuple) else y
+        return (y, *outputs[1:]) if isinstance(result, tuple) else y
 
     return call
 

@@ -1,7 +1,7 @@
-"""A `python` that starts at once: a process that has imported torch forks for every call.
+"""A `python` that starts immediately: a process that has imported torch forks for every call.
 
-Stand-ins for a folder on PATH (`NAMES`) send it their arguments, folder, environment and streams, and end with the
-fork's exit code. A fork is `__main__`, so that processes that it starts import what they would import from a script.
+Replacement programs in a folder on PATH (`NAMES`) send it their arguments, folder, environment and streams, and exit
+with the fork's exit code. A fork runs as `__main__`, so processes that it starts import the same as from a script.
 """
 
 import atexit
@@ -34,7 +34,7 @@ sys.exit(int(server.recv(9) or 1))
 
 @contextmanager
 def stand_ins(folder):
-    """Fills a folder with them; they work until the end."""
+    """Writes the replacement programs into a folder. They work within the context."""
     address = str(folder / "socket")
     for name in NAMES:
         (folder / name).write_text(CLIENT.format(python=sys.executable, address=address))
@@ -64,7 +64,7 @@ def serve(address, python):
 
 
 def attend(connection):
-    """Forks, waits, and tells the exit code."""
+    """Forks, waits, and sends the exit code."""
     _, streams, *_ = socket.recv_fds(connection, 1, 3)
     (name, *words), folder, environment = json.loads(connection.makefile().readline())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -84,14 +84,14 @@ def attend(connection):
 
 
 def end_with(connection, child):
-    """Ends a fork whose stand-in was killed."""
+    """Ends a fork if its replacement program was killed."""
     connection.recv(1)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGTERM)
 
 
 def become(name, words):
-    """Does what the command would do."""
+    """Runs the command in this process."""
     while words[0] in ("-u", "-P"):  # a program with -P sets the path itself
         del words[0]
     if NAMES[name]:
@@ -115,7 +115,7 @@ def become(name, words):
 
 
 def leave(function, *arguments):
-    """Calls a function and ends the process as Python does, without the second that it takes to clean up."""
+    """Calls a function and ends the process like Python, but skips the second of cleaning up."""
     try:
         code = function(*arguments)
     except SystemExit as exit:

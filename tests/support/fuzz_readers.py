@@ -1,13 +1,13 @@
-"""Mutates real files of every kind that the package reads, and runs the commands that read them.
+"""Mutates valid files of every kind that the package reads, and runs the commands that read them.
 
     python tests/support/fuzz_readers.py --minutes 60 [--seed 0] [--only corpus tokenizer] [--out fuzz-failures]
 
-A command has to end within `SECONDS` and `EXTRA_BYTES` of memory, with exit code 0, or with 2 and one line that
-says what is wrong. Anything else, such as a traceback, a panic, a signal or a control character on the terminal, is a
-failure: its first example is kept in `--out`, with the mutated file and what was printed.
+A command must end within `SECONDS` and `EXTRA_BYTES` of memory, with exit code 0, or with exit code 2 and an error of
+one line. Anything else, such as a traceback, a panic, a signal or a control character on the terminal, is a failure.
+Its first example is stored in `--out`, with the mutated file and the output.
 
-Checksums are computed again where only they would be tested otherwise. Each case is a process forked from one
-that has imported the package, so that it takes a few milliseconds; `test_fuzz.py` runs some hundred.
+Checksums are computed again if the case would otherwise only test the checksum. Each case is a fork of a process that
+has imported the package, so it takes a few milliseconds. `test_fuzz.py` runs some hundred cases.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from electra_fast.files import checkpoint_folder
 SECONDS = 20.0
 EXTRA_BYTES = 1 << 30
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-# What takes the place of a number or of a value.
+# Replacements for a number and for a value.
 NUMBERS = ["0", "-1", "1", "255", "65536", "2147483648", "4294967295", "9223372036854775807", "18446744073709551616"]
 NUMBERS += ["1e308", "-0.0", "NaN", "1" * 400]
 VALUES = ["null", "true", '""', '"\\u0000"', '"\\u001b[31m"', "[]", "{}", "[[]]", '{"a": 1}', "[" * 100_000]
@@ -58,7 +58,7 @@ VALUES += ['"' + "x" * 70_000 + '"']
 
 @dataclass(frozen=True)
 class Target:
-    """Files of one kind and the command that reads them; {folder}, {file} (the mutated one) and {out} are filled in."""
+    """Files of one kind and the command that reads them, with {folder}, {file} (the mutated file) and {out}."""
 
     name: str
     folder: Path
@@ -66,14 +66,14 @@ class Target:
     mutable: str = "**/*"
     reseal: Callable[[Path], None] = lambda folder: None
     specials: bool = False
-    """Whether pipes and devices are refused in place of the files; elsewhere they are read, and so waited for."""
+    """The command refuses pipes and devices. Other commands read them, and would wait for data."""
 
 
 # --- the files ---
 
 
 def make_targets(root: Path) -> Iterator[Target]:
-    """Small real files of every kind."""
+    """Yields targets with small valid files of every kind."""
     texts = [text for text, _ in tiny_task.sentences(60)]
     vocab = root / "vocab.txt"
     words = sorted({word for text in texts for word in text.split()})
@@ -133,8 +133,8 @@ def make_targets(root: Path) -> Iterator[Target]:
     tuned = root / "tuned-classification"
     tune = ("finetune", "{folder}", "--task", "tagging", *quick, "--out", "{out}")
     split = [f"--{name}={data}/tagging/{name}.conll" for name in ("train", "dev")]
-    for name, each in (("bert", encoder), ("modern", modern)):
-        yield Target(f"hugging face, {name}", each, (*tune, *split))
+    for name, folder in (("bert", encoder), ("modern", modern)):
+        yield Target(f"hugging face, {name}", folder, (*tune, *split))
     again = ("--task", "classification", *questions["classification"], *quick)
     files = (f"--train={data}/classification/train.tsv", f"--dev={data}/classification/dev.tsv")
     rerun = ("finetune", str(encoder), *again, *files, "--out", "{folder}", "--seeds", "2")
@@ -147,7 +147,7 @@ def make_targets(root: Path) -> Iterator[Target]:
 
 
 def _inputs(folder: Path, texts: list[str]) -> Path:
-    """Documents in every format of `prepare`."""
+    """Writes documents in every format of `prepare`."""
     folder.mkdir()
     plain = "\n\n".join(texts).encode()
     table = pa.table({"text": texts, "n": range(len(texts))})
@@ -176,7 +176,7 @@ def _write_arrow(path: Path, table: pa.Table, writer_of: Callable[..., Any]) -> 
 
 
 def _tokenizers(folder: Path, vocab: Path, texts: list[str]) -> Path:
-    """A vocab.txt, and tokenizer.json of three models."""
+    """Writes a vocab.txt, and tokenizer.json files of three models."""
     folder.mkdir()
     shutil.copy(vocab, folder / "vocab.txt")
     kinds: dict[str, tuple[Any, Any]] = {
@@ -197,7 +197,7 @@ def _tokenizers(folder: Path, vocab: Path, texts: list[str]) -> Path:
 
 
 def _rows(folder: Path, texts: list[str]) -> Path:
-    """Rows to predict in every format."""
+    """Writes rows to predict, in every format."""
     folder.mkdir()
     table = pa.table({"sentence": texts[:12], "id": range(12)})
     for name, delimiter in (("rows.csv", ","), ("rows.tsv", "\t")):
@@ -211,12 +211,12 @@ def _rows(folder: Path, texts: list[str]) -> Path:
 
 
 def _reseal_checkpoints(folder: Path) -> None:
-    """New checksums for the mutated checkpoint, in the state as it is now."""
+    """Updates the checksums in the state of the mutated checkpoint."""
     for directory in folder.glob("checkpoints/step-*"):
         state = directory / checkpoint_folder.STATE
         with contextlib.suppress(
             ValueError, TypeError, KeyError, OSError, RecursionError
-        ):  # or there is no state any more
+        ):  # the state may be missing or malformed
             content = json.loads(state.read_bytes())
             del content["checksum"]
             files = [path for path in directory.iterdir() if path.is_file() and path != state]
@@ -227,7 +227,7 @@ def _reseal_checkpoints(folder: Path) -> None:
 
 
 def change(file: Path, rng: random.Random, specials: bool) -> None:
-    """One to three changes of its bytes, most of them small; seldom something else takes its place."""
+    """Changes a file's bytes in one to three places, mostly a few. Rarely replaces it by a folder, link or device."""
     data = file.read_bytes()
     if rng.random() < 0.03:
         file.unlink()
@@ -242,7 +242,7 @@ def change(file: Path, rng: random.Random, specials: bool) -> None:
 def _flip(data: bytes, rng: random.Random) -> bytes:
     if not data:
         return b"\xff"
-    # Headers and footers decide more than what lies between.
+    # Headers and footers matter more than the bytes between them.
     place = rng.choice(
         [rng.randrange(len(data)), rng.randrange(min(64, len(data))), -1 - rng.randrange(min(64, len(data)))]
     )
@@ -273,24 +273,24 @@ def _insert(data: bytes, rng: random.Random) -> bytes:
 
 
 def _number(data: bytes, rng: random.Random) -> bytes:
-    found = list(re.finditer(rb"-?\d+(\.\d+)?(e-?\d+)?", data[: 1 << 16]))
-    if not found:
+    numbers = list(re.finditer(rb"-?\d+(\.\d+)?(e-?\d+)?", data[: 1 << 16]))
+    if not numbers:
         return _flip(data, rng)
-    chosen = rng.choice(found)
+    chosen = rng.choice(numbers)
     return data[: chosen.start()] + rng.choice(NUMBERS).encode() + data[chosen.end() :]
 
 
 def _value(data: bytes, rng: random.Random) -> bytes:
-    """Another value for a key of JSON or TOML."""
-    found = list(re.finditer(rb"(?<=[:=,\[]) ?(\"[^\"\n]*\"|[\w.+-]+)", data[: 1 << 16]))
-    if not found:
+    """Replaces a value of JSON or TOML."""
+    values = list(re.finditer(rb"(?<=[:=,\[]) ?(\"[^\"\n]*\"|[\w.+-]+)", data[: 1 << 16]))
+    if not values:
         return _insert(data, rng)
-    chosen = rng.choice(found)
+    chosen = rng.choice(values)
     return data[: chosen.start()] + rng.choice(VALUES).encode() + data[chosen.end() :]
 
 
 def _words(data: bytes, rng: random.Random) -> bytes:
-    """Numbers of four or eight bytes, as binary headers have them."""
+    """Replaces a number of four or eight bytes, as in binary headers."""
     if len(data) < 16:
         return _insert(data, rng)
     size = rng.choice([4, 8])
@@ -306,7 +306,7 @@ MUTATIONS = [_flip, _flip, _slice, _cut, _insert, _number, _number, _value, _val
 
 
 def run_case(target: Target, rng: random.Random, work: Path, keep: Path, failures: dict[str, str]) -> None:
-    """Copies the files, changes one, runs the command, and judges how it ended."""
+    """Copies the files, changes one of them, runs the command, and checks its end."""
     shutil.rmtree(work, ignore_errors=True)
     folder = work / "files"
     out = work / "out"
@@ -329,11 +329,11 @@ def run_case(target: Target, rng: random.Random, work: Path, keep: Path, failure
 
 
 def run_command(arguments: list[str], work: Path) -> tuple[int, int]:
-    """Exit code (minus the signal's number, -1000 after `SECONDS`), and bytes beyond those of this process."""
+    """Returns the exit code (-1000 after `SECONDS`, negative for a signal), and the bytes that the command added."""
     before = _of_this_process("RssAnon")
     child = os.fork()
     if child == 0:
-        _be_the_command(arguments, work)
+        _become_command(arguments, work)
     handle = os.pidfd_open(child)
     try:
         if not select.select([handle], [], [], SECONDS)[0]:
@@ -348,13 +348,13 @@ def run_command(arguments: list[str], work: Path) -> tuple[int, int]:
 
 
 def _of_this_process(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    """Returns the bytes in a line of /proc/self/status."""
+    match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
 
 
-def _be_the_command(arguments: list[str], work: Path) -> None:
+def _become_command(arguments: list[str], work: Path) -> None:
     code = 1
     try:
         for name, number in (("stdout", 1), ("stderr", 2)):
@@ -376,7 +376,7 @@ def _be_the_command(arguments: list[str], work: Path) -> None:
 
 
 def _problem(code: int, extra: int, printed: str) -> str:
-    """What is wrong with how a command ended, the same words for the same fault; empty: nothing."""
+    """Returns a description of a command's failure, equal for equal faults; empty if there is none."""
     if code == -1000:
         return f"did not end within {SECONDS:.0f} s"
     if code < 0:
@@ -426,8 +426,8 @@ def main() -> int:
                 run_case(target, rng, work / "case", options.out, failures[target.name])
             number += 1
     print(f"{number} cases of each of {len(targets)} targets")
-    for name, found in failures.items():
-        for problem, where in found.items():
+    for name, problems in failures.items():
+        for problem, where in problems.items():
             print(f"\n== {name}: {problem}\n{where}")
     return int(any(failures.values()))
 

@@ -1,7 +1,6 @@
-"""The command line without a process of its own: what it prints and returns, without Python's start and torch's import.
+"""The command line in the process of the test: its output and exit code, without starting Python and importing torch.
 
-For what a command does and says. That a command also runs from a fresh interpreter, with its streams and its exit
-code, is shown by tests that start one.
+Other tests start commands in a fresh interpreter, with its streams and exit code.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ from electra_fast.cli import main
 
 
 def run(*arguments: object) -> "CompletedProcess[str]":
-    """As `subprocess.run` of `python -m electra_fast` with captured text; an unexpected error is raised instead."""
+    """As `subprocess.run` of `python -m electra_fast` with captured text, but raises unexpected errors."""
     words = [str(argument) for argument in arguments]
     output = io.StringIO()
     errors = io.StringIO()

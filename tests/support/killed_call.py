@@ -8,15 +8,15 @@ import pytest
 
 @contextlib.contextmanager
 def killed_at_call(owner, name, number, *, after=False):
-    """Ends the block at this call of a function, from 1, or `after` it, if there are as many calls."""
+    """Ends the block before call `number` (from 1) of a function, or `after` it if it happens."""
     original = getattr(owner, name)
     calls = itertools.count(1)
 
-    def counted(*given):
+    def counted(*arguments):
         is_last = next(calls) == number
         if is_last and not after:
             raise KeyboardInterrupt
-        result = original(*given)
+        result = original(*arguments)
         if is_last:
             raise KeyboardInterrupt
         return result

@@ -1,4 +1,4 @@
-"""What tests run in the workers of an executor to end them."""
+"""Functions that tests run in the workers of an executor to kill them."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ def kill_this_process():
 
 
 def kill_first(pid, task, *arguments):
-    """Kills a worker, which is this one or has a task of its own, then runs a task."""
+    """Kills this worker or another one, then runs a task."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # the task is repeated after it killed its own worker
+        pass  # the worker is already dead: the task runs again after it killed its worker
     return task(*arguments)

@@ -1,4 +1,4 @@
-"""An S3 server (`moto`) on the loopback, with one bucket."""
+"""A local S3 server (`moto`) with one bucket."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class S3:
         }
 
     def start(self) -> None:
-        """Starts the server, whose bucket is empty."""
+        """Starts the server with an empty bucket."""
         command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
         self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(600):
@@ -49,7 +49,7 @@ class S3:
         urllib.request.urlopen(request, timeout=60).close()
 
     def replace(self, key: str, new: str) -> None:
-        """Overwrites an object, which its owner alone may do."""
+        """Overwrites an object with the owner's credentials."""
         program = "import boto3, sys; boto3.client('s3').put_object(Bucket='bucket', Key=sys.argv[1], Body=sys.argv[2])"
         subprocess.run([sys.executable, "-c", program, key, new], check=True)
 
@@ -61,7 +61,7 @@ class S3:
 
 
 def use(store: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the server the one that `s3://` means in this process and in those that it starts."""
+    """Makes `s3://` refer to the server in this process and its children."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in store.environment.items():

@@ -1,4 +1,4 @@
-"""Starts `prepare` in processes of its own, and reads the folders that it leaves."""
+"""Starts `prepare` in separate processes, and reads the folders that it writes."""
 
 from pathlib import Path
 
@@ -16,5 +16,5 @@ assert "torch" not in sys.modules
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The bytes of all files by name."""
+    """Returns the bytes of all files, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""The two models of DeBERTaV3 on `transformers`' encoder, which lacks their heads: as the published code computes them.
+"""The two models of DeBERTaV3, computed as in the published code: the encoder of `transformers` with their heads added.
 
 Their parameters have the names of the published files.
 """
@@ -69,7 +69,7 @@ class MaskedLanguageModel(transformers.DebertaV2ForMaskedLM):
 
 
 def hf_class(architecture, role):
-    """The class of a role's folder, in `transformers` or here."""
+    """Returns the class of a role's folder, from `transformers` or this module."""
     if architecture != "deberta":
         return getattr(transformers, CLASSES[architecture, role])
     return ReplacedTokenDetectionModel if role == "discriminator" else MaskedLanguageModel

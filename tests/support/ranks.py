@@ -1,6 +1,6 @@
-"""Several ranks of one run, as processes of this machine that a launcher might have started; commands to be killed.
+"""Several ranks of one run, as processes on this machine, with a launcher's environment; commands to be killed.
 
-To import torch takes a process seconds, so one imports it, computes nothing, and forks them.
+Importing torch takes seconds, so one process imports it, computes nothing, and forks the ranks.
 """
 
 import contextlib
@@ -29,21 +29,22 @@ def free_port():
 
 
 class Rank:
-    """A running rank: its process id, and what it says."""
+    """A running rank: its process id and its output."""
 
-    def __init__(self, server, environment, arguments, said, folder):
+    def __init__(self, server, environment, arguments, output, folder):
         self._server = server
-        self._said = said
-        request = {"environment": environment, "arguments": arguments, "said": str(said), "folder": str(folder)}
+        self._output = output
+        request = {"environment": environment, "arguments": arguments, "output": str(output), "folder": str(folder)}
         self.pid = server.ask(request)
 
-    def said(self):
-        return self._said.read_text()
+    def output(self):
+        """Returns standard output and standard error so far."""
+        return self._output.read_text()
 
     def wait(self, timeout=TIMEOUT):
-        """The exit code, negative for a signal; a rank that takes too long is killed, and that is a failure."""
+        """Returns the exit code, negative for a signal. Kills a rank that takes too long, and fails."""
         code = self._server.ask({"wait": self.pid, "timeout": timeout})
-        assert code is not None, f"a rank hangs:\n{self.said()}"
+        assert code is not None, f"a rank hangs:\n{self.output()}"
         return code
 
     def kill(self, number=signal.SIGKILL):
@@ -68,7 +69,7 @@ class Server:
         self._process.stdout.close()
 
     def start(self, world_size, corpus, out, environment=None, folders=None, **changes):
-        """Starts the ranks of a run of `tiny_run`, each in a folder of its own if there are several."""
+        """Starts the ranks of a run of `tiny_run`, each in one of the `folders` if there are any."""
         out = Path(out)
         shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": str(free_port())} | (environment or {})
@@ -86,50 +87,50 @@ class Server:
         ]
 
     def run(self, world_size, corpus, out, environment=None, **changes):
-        """A run by so many ranks to its end; returns what they have said."""
-        return self.end(self.start(world_size, corpus, out, environment, **changes))
+        """Runs ranks until they exit with 0; returns their outputs."""
+        return self.wait_for_exit(self.start(world_size, corpus, out, environment, **changes))
 
-    def kill_until_done(self, arguments, said, is_resumable):
-        """Starts a fine-tuning again and again until it ends, each time killed at its fourth checkpoint.
+    def kill_until_done(self, arguments, output, is_resumable):
+        """Restarts a fine-tuning run until it finishes; each session is killed at its fourth checkpoint.
 
-        After every kill, `is_resumable` must be true: there is work that the next session has to continue.
+        After every kill, `is_resumable` must be true: the next session has work to continue.
         """
         environment = {"ELECTRA_FAST_TEST_KILL_AT_SAVE": "4"}
         codes = []
         while not codes or codes[-1] == -signal.SIGKILL:
-            rank = Rank(self, environment, list(map(str, arguments)), said, Path.cwd())
+            rank = Rank(self, environment, list(map(str, arguments)), output, Path.cwd())
             codes.append(rank.wait())
-            assert codes[-1] == 0 or is_resumable(), rank.said()
-        assert codes[-1] == 0 and len(codes) > 2, rank.said()
+            assert codes[-1] == 0 or is_resumable(), rank.output()
+        assert codes[-1] == 0 and len(codes) > 2, rank.output()
 
-    def end(self, ranks, codes=0):
-        """Waits for ranks that end with these exit codes; returns what they have said."""
-        found = [rank.wait() for rank in ranks]
-        said = [rank.said() for rank in ranks]
-        assert found == (codes if isinstance(codes, list) else [codes] * len(ranks)), "\n".join(said)
-        return said
+    def wait_for_exit(self, ranks, codes=0):
+        """Waits for ranks, which must exit with these codes; returns their outputs."""
+        actual = [rank.wait() for rank in ranks]
+        outputs = [rank.output() for rank in ranks]
+        assert actual == (codes if isinstance(codes, list) else [codes] * len(ranks)), "\n".join(outputs)
+        return outputs
 
 
 def wait_for(condition, seconds=TIMEOUT):
-    """Waits until something is true."""
+    """Waits until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "this never happens"
+        assert time.monotonic() < end, f"not true after {seconds} s"
         time.sleep(0.02)
 
 
 def fork_rank(request):
-    said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     child = os.fork()
     if child:
-        os.close(said)
+        os.close(output)
         return child
     code = 1
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.environ.update(request["environment"])
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         os.chdir(request["folder"])
@@ -145,7 +146,7 @@ def fork_rank(request):
 
 
 def slow_down_writing():
-    """Makes each checkpoint take so many seconds more as the test wants."""
+    """Delays each checkpoint by the seconds in ELECTRA_FAST_TEST_SLOW_WRITE."""
     seconds = float(os.environ.get("ELECTRA_FAST_TEST_SLOW_WRITE", "0"))
     if seconds:
         from electra_fast import checkpoint
@@ -155,7 +156,7 @@ def slow_down_writing():
 
 
 def kill_at_save():
-    """Kills a fine-tuning instead of its n-th checkpoint, when its last step is in the log and in no checkpoint."""
+    """Kills a fine-tuning run instead of writing its n-th checkpoint, after its last step has been logged."""
     number = int(os.environ.get("ELECTRA_FAST_TEST_KILL_AT_SAVE", "0"))
     if number:
         from electra_fast.finetuning.training import seed_run
@@ -171,11 +172,11 @@ def kill_at_save():
 def wait_for_child(child, timeout):
     end = time.monotonic() + timeout
     while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
-    for kill in (os.killpg, os.kill):  # its helpers too, if it has become the leader of a group
+    for kill in (os.killpg, os.kill):  # also its children, if it leads a process group
         with contextlib.suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -183,7 +184,7 @@ def wait_for_child(child, timeout):
 
 
 def import_first():
-    """Imports what forks would import later."""
+    """Imports modules that forks would import later."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import pyarrow  # noqa: F401

@@ -1,4 +1,4 @@
-"""The recipes of fine-tuning written out in plain torch: learning rates, schedules, clipping and AdamW."""
+"""The recipes of fine-tuning in plain torch: learning rates, schedules, clipping and AdamW."""
 
 import re
 
@@ -6,7 +6,7 @@ import torch
 
 
 def rate_factor(name, recipe):
-    """Layer decay of 0.8 in an encoder of 2 layers: embeddings have depth 0, layer i depth i + 1."""
+    """Returns the factor of layer decay 0.8 in an encoder of 2 layers. Embeddings have depth 0, layer i depth i + 1."""
     top = 4 if recipe == "google" else 3
     if name.startswith("head."):
         return 1.0
@@ -22,9 +22,9 @@ def schedule(recipe, t, total):
 
 
 def train(model, loss_of, order, recipe, learning_rate):
-    """Trains a model whose encoder is that of `transformers` and whose other parameters are called head.*.
+    """Trains a model with an encoder of `transformers` and other parameters named head.*.
 
-    `loss_of` gives the loss of the examples with these numbers; `order` is [steps, batch_size], -1 where there is none.
+    `loss_of` returns the loss of examples with the given numbers. `order` is [steps, batch_size], with -1 as padding.
     """
     decay = 0.0 if recipe == "paper" else 0.01
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}

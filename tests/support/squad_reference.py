@@ -1,7 +1,7 @@
-"""Question answering by the rules of the published code (google-research/electra, `finetune/qa`), in plain Python.
+"""Question answering with the rules of the published code (google-research/electra, `finetune/qa`), in plain Python.
 
-Chunk by chunk and candidate by candidate, on the tokens of the `tokenizers` library. Two rules are the package's: the
-target is the pieces that overlap the annotation, and an answer has the characters of its pieces.
+It works on single chunks and candidates, with the tokens of the `tokenizers` library. Two rules are the package's: the
+target is all pieces that overlap the annotation, and an answer has the characters of its pieces.
 """
 
 import json
@@ -13,13 +13,13 @@ import tokenizers
 
 
 def library_tokenizer(tokenizer):
-    """The same rules and vocabulary, with special tokens in a text read as text."""
+    """Returns a tokenizer with the same rules and vocabulary that reads special tokens in a text as text."""
     rules = json.loads(tokenizer.to_json()) | {"added_tokens": [], "post_processor": None}
     return tokenizers.Tokenizer.from_str(json.dumps(rules))
 
 
 def chunk_spans(num_tokens, room, stride):
-    """Start and length of each chunk."""
+    """Returns start and length of each chunk."""
     spans = []
     start = 0
     while start < num_tokens:
@@ -32,22 +32,22 @@ def chunk_spans(num_tokens, room, stride):
 
 
 def chunk_of_most_context(spans, position):
-    """The chunk in which a piece has the most context on its poorer side."""
+    """Returns the chunk that has the most context on the shorter side of a piece."""
     best = None
-    most = None
+    max_context = None
     for index, (start, length) in enumerate(spans):
         end = start + length - 1
         if start <= position <= end:
             context = min(position - start, end - position) + 0.01 * length
-            if most is None or context > most:
+            if max_context is None or context > max_context:
                 best = index
-                most = context
+                max_context = context
     return best
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the model reads. Dictionaries are by position in the input, of pieces of the context only."""
+    """The model's input. The keys of the dictionaries are positions in the input, of pieces of the context only."""
 
     tokens: list[str]
     types: list[int]
@@ -64,10 +64,10 @@ def chunks_of(library, question, context, sequence_length, doc_stride, max_query
     spans = chunk_spans(len(offsets), sequence_length - len(asked) - 3, doc_stride)
     owners = [chunk_of_most_context(spans, position) for position in range(len(offsets))]
     place = len(asked) + 2
-    found = []
+    chunks = []
     for index, (first, length) in enumerate(spans):
         inside = range(first, first + length)
-        found.append(
+        chunks.append(
             Chunk(
                 ["[CLS]", *asked, "[SEP]", *encoding.tokens[first : first + length], "[SEP]"],
                 [0] * place + [1] * (length + 1),
@@ -77,11 +77,11 @@ def chunks_of(library, question, context, sequence_length, doc_stride, max_query
                 {place + i - first: owners[i] == index for i in inside},
             )
         )
-    return found
+    return chunks
 
 
 def with_marks(context, span, spans):
-    """A piece's characters, with the marks and letters after it that are in none."""
+    """Returns a piece's characters, with the marks and letters after it that belong to no piece."""
     start, end = span
     while unicodedata.category(context[end : end + 1] or " ")[0] in "ML" and not any(a <= end < b for a, b in spans):
         end += 1
@@ -89,22 +89,24 @@ def with_marks(context, span, spans):
 
 
 def targets_of(chunks, answer):
-    """Start, end and impossibility of an answer (text, start) or None, in each chunk."""
+    """Returns start, end and impossibility of an answer (text, start) or None, in each chunk."""
     if answer is None:
         return [(0, 0, 1)] * len(chunks)
     letters = {answer[1] + place for place, letter in enumerate(answer[0]) if not letter.isspace()}
-    found = []
+    pieces_in_chunks = []
     pieces = set()
     for chunk in chunks:
         inside = {i for i, span in chunk.spans.items() if letters.intersection(range(*span))}
-        found.append(inside)
+        pieces_in_chunks.append(inside)
         pieces |= {i - chunk.context_start + chunk.first for i in inside}
-    return [(min(inside), max(inside), 0) if len(inside) == len(pieces) > 0 else (0, 0, 0) for inside in found]
+    return [
+        (min(inside), max(inside), 0) if len(inside) == len(pieces) > 0 else (0, 0, 0) for inside in pieces_in_chunks
+    ]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A start and an end that the model proposes, as positions in a chunk's input, with the sum of their scores."""
+    """A start and an end from the model, as positions in a chunk's input, with the sum of their scores."""
 
     chunk: Chunk
     start: int
@@ -122,13 +124,14 @@ def is_answer(candidate, max_answer_length):
 
 
 def n_best(context, candidates, count, max_answer_length):
-    """Distinct texts with their scores and probabilities, the best first. Candidates come by chunk, start and end."""
+    """Returns distinct texts with scores and probabilities, the best first. Candidates are sorted by position."""
     valid = [candidate for candidate in candidates if is_answer(candidate, max_answer_length)]
-    found = {}
-    for each in sorted(valid, key=lambda candidate: candidate.score, reverse=True):
-        if len(found) < count:
-            text = context[each.chunk.spans[each.start][0] : each.chunk.spans[each.end][1]]
-            found.setdefault(" ".join(text.split()), each.score)
-    found = found or {"": 0.0}
-    weights = [exp(score - max(found.values())) for score in found.values()]
-    return [(*each, weight / sum(weights)) for each, weight in zip(found.items(), weights, strict=True)]
+    scores = {}
+    for candidate in sorted(valid, key=lambda candidate: candidate.score, reverse=True):
+        if len(scores) < count:
+            spans = candidate.chunk.spans
+            text = context[spans[candidate.start][0] : spans[candidate.end][1]]
+            scores.setdefault(" ".join(text.split()), candidate.score)
+    scores = scores or {"": 0.0}
+    weights = [exp(score - max(scores.values())) for score in scores.values()]
+    return [(text, score, weight / sum(weights)) for (text, score), weight in zip(scores.items(), weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Calls of the readers of fine-tuning, and what their results hold."""
+"""Calls of the readers of fine-tuning data, and views of their results."""
 
 import contextlib
 
@@ -9,17 +9,17 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 
 
 def read(task, train, dev=None, test=None, **options):
-    """A task's data; without validation examples of its own, they are the training examples."""
+    """Returns a task's data. Without `dev`, the training examples are also the validation set."""
     return TASK_TYPES[task].read(train, dev or train, test, **options)
 
 
 def read_divided(task, train, **options):
-    """A task's data, with validation examples that are set aside."""
+    """Returns a task's data, with a validation set split from the training examples."""
     return TASK_TYPES[task].read(train, None, None, **options)
 
 
 def refusal(function, *args, error=InputError, **options):
-    """The line with which a call ends."""
+    """Returns the message of the error that a call raises, which must be one line."""
     with pytest.raises(error) as caught:
         function(*args, **options)
     assert "\n" not in str(caught.value)
@@ -28,19 +28,19 @@ def refusal(function, *args, error=InputError, **options):
 
 @contextlib.contextmanager
 def refused(message):
-    """A block that ends with a line that has this part."""
+    """Asserts that a block raises an InputError with this text, in one line."""
     with pytest.raises(InputError) as caught:
         yield
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def words_of(split):
-    """The words of each sentence."""
+    """Returns the words of each sentence."""
     return [[text[a:b] for a, b in words] for (text,), words in zip(split.texts, split.words, strict=True)]
 
 
 def tagged(data, split):
-    """Each sentence as `word/TAG word/TAG`."""
+    """Returns each sentence as `word/TAG word/TAG`."""
     names = ([data.task.labels[tag] for tag in target] for target in split.targets)
     sentences = zip(words_of(split), names, strict=True)
     return [" ".join(map("/".join, zip(words, tags, strict=True))) for words, tags in sentences]

@@ -1,4 +1,4 @@
-"""Small files of questions and of tagged sentences, as SQuAD and CoNLL have them."""
+"""Small files of questions and tagged sentences, in the formats of SQuAD and CoNLL."""
 
 import json
 import random
@@ -13,7 +13,7 @@ NAMES = {"PER": ["object", "class"], "LOC": ["module", "file"]}
 
 
 def contexts(count, seed=0, words=(10, 60)):
-    """Sentences of words and a comma or two."""
+    """Yields sentences of words with some commas."""
     rng = random.Random(seed)
     for _ in range(count):
         chosen = [word + "," * (rng.random() < 0.1) for word in rng.choices(WORDS, k=rng.randint(*words))]
@@ -21,7 +21,7 @@ def contexts(count, seed=0, words=(10, 60)):
 
 
 def articles(count, seed=0, unanswerable=0.0):
-    """Paragraphs in SQuAD's form, with two questions each; the answer is a word or three of the context."""
+    """Yields articles in SQuAD's format, with two questions per paragraph. Answers are one to three words."""
     rng = random.Random(seed)
     for number, context in enumerate(contexts(count, seed)):
         questions = []
@@ -40,7 +40,7 @@ def articles(count, seed=0, unanswerable=0.0):
 
 
 def write_squad(folder: Path, version=1, train=12, dev=6) -> Path:
-    """train-vX.json and dev-vX.json."""
+    """Writes train-vX.json and dev-vX.json."""
     folder.mkdir(parents=True, exist_ok=True)
     name = {1: "1.1", 2: "v2.0"}[version]
     for seed, (split, count) in enumerate({"train": train, "dev": dev}.items()):
@@ -50,7 +50,7 @@ def write_squad(folder: Path, version=1, train=12, dev=6) -> Path:
 
 
 def tagged_sentences(count, seed=0, words=(3, 20)):
-    """Words with IOB2 tags: some words are names, sometimes of two words, and another word follows each name."""
+    """Yields words with IOB2 tags: some are names of one or two words, and each name is followed by another word."""
     rng = random.Random(seed)
     for _ in range(count):
         tokens = []
@@ -68,7 +68,7 @@ def tagged_sentences(count, seed=0, words=(3, 20)):
 
 
 def write_conll(folder: Path, train=24, dev=10, words=(3, 20)) -> Path:
-    """train.conll and dev.conll of two columns."""
+    """Writes train.conll and dev.conll with two columns."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (split, count) in enumerate({"train": train, "dev": dev}.items()):
         blocks = (
@@ -80,12 +80,12 @@ def write_conll(folder: Path, train=24, dev=10, words=(3, 20)) -> Path:
 
 
 def flags(settings):
-    """Keys of the configuration as on the command line."""
+    """Returns configuration keys as command-line arguments."""
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 
 def questions_of(path):
-    """(id, question, context) of a SQuAD file."""
+    """Returns (id, question, context) for each question of a SQuAD file."""
     return [
         (question["id"], question["question"], paragraph["context"])
         for article in json.loads(path.read_text())["data"]

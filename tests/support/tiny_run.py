@@ -1,4 +1,4 @@
-"""A pre-training run of a second: its configuration, its command, and what makes two runs the same."""
+"""A pre-training run that takes a second: its configuration, its command, and the comparison of two runs."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from electra_fast.config.config import Config
 from electra_fast.files import checkpoint_folder
 
 STEPS = 24
-# Checkpoints fall between log lines, so that a resume has to carry a half-filled interval.
+# Checkpoints fall between log lines, so that a resume has to restore a half-filled log window.
 TINY = {
     "model.dropout": "0.1",
     "data.sequence_length": "16",
@@ -21,7 +21,7 @@ TINY = {
     "train.steps": str(STEPS),
     "train.batch_size": "8",
     "train.accumulate": "2",
-    # `auto` may choose others for each run
+    # `auto` may choose different values for each run
     "train.precision": "fp32",
     "train.matmul": "default",
     "train.log_every": "4",
@@ -29,7 +29,7 @@ TINY = {
     "train.eval_every": "8",
     "train.eval_batches": "2",
 }
-# To the bit whatever the number of ranks, so that runs can be compared.
+# Bitwise equal for any number of ranks, so that runs can be compared.
 EXACT = {"train.reduce": "exact"}
 TIMES = {
     *("tokens_per_second", "mfu", "seconds", "step_seconds", "step_seconds_longest", "checkpoint_seconds"),
@@ -42,8 +42,8 @@ def tiny_config(recipe="google", **changes):
 
 
 def command(corpora, out, recipe="google", **changes):
-    """The command of a run on a corpus, or on a list of them."""
-    data = [str(each) for each in (corpora if isinstance(corpora, list) else [corpora])]
+    """Returns the command of a run on a corpus, or on a list of corpora."""
+    data = [str(corpus) for corpus in (corpora if isinstance(corpora, list) else [corpora])]
     flags = [word for name, value in (TINY | changes).items() for word in (f"--{name}", value)]
     start = [sys.executable, "-m", "electra_fast", "pretrain", "--preset", "tiny", "--recipe", recipe]
     return [*start, *data, "--out", str(out), *flags]
@@ -59,15 +59,15 @@ def weights(run):
 
 
 def truncate(run, step):
-    """Removes the checkpoints after that of a step, as if the run had been killed then."""
+    """Removes the checkpoints after a step, as if the run had been killed then."""
     for later in checkpoint_folder.steps(run):
         if later > step:
             shutil.rmtree(checkpoint_folder.path_of(run, later))
-    assert checkpoint_folder.steps(run)[-1] == step  # or else it would begin again
+    assert checkpoint_folder.steps(run)[-1] == step  # otherwise the run would start again
 
 
 def resumed(original, to, step, data, config):
-    """A copy of a run that goes on from its checkpoint of a step."""
+    """Copies a run, and continues the copy from its checkpoint of a step."""
     from electra_fast.training.pretrain import pretrain
 
     shutil.copytree(original, to)

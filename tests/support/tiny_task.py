@@ -1,4 +1,4 @@
-"""Small fine-tuning tasks: files of a few dozen examples, and encoders of a second."""
+"""Small fine-tuning tasks: files of a few dozen examples, and encoders that train in a second."""
 
 import json
 import random
@@ -7,16 +7,16 @@ from pathlib import Path
 WORDS = "the class function value object string list name error file returns module method type code line".split()
 GOOD = ["fine", "true", "valid", "new"]
 BAD = ["wrong", "false", "invalid", "old"]
-# Settings under which a tiny encoder is fine-tuned in a second, and repeatably.
+# Settings with which fine-tuning a tiny encoder takes a second and is repeatable.
 QUICK = {"finetune.epochs": "1", "finetune.batch_size": "8", "finetune.sequence_length": "24"}
 QUICK |= {"finetune.precision": "fp32", "finetune.matmul": "default", "finetune.select": "last"}
-# Lines of metrics.jsonl: few, so that checkpoints fall between them, and a resume has to carry a half-filled interval.
+# Lines of metrics.jsonl: few, so that checkpoints fall between them and a resume restores a half-filled log window.
 NUM_LOGS = 2
 NO_DROPOUT = {"finetune.dropout": "0", "finetune.attention_dropout": "0", "finetune.head_dropout": "0"}
 
 
 def sentences(count, seed=0):
-    """Sentences of 3 to 30 words with their class: 1 if a good word is in it, 0 if a bad one."""
+    """Yields sentences of 3 to 30 words with their class: 1 if they contain a good word, 0 if a bad word."""
     rng = random.Random(seed)
     for _ in range(count):
         label = rng.randrange(2)
@@ -26,15 +26,15 @@ def sentences(count, seed=0):
 
 
 def pairs(count, seed=0):
-    """Pairs of sentences, and whether they have a word in common with the same beginning."""
+    """Yields pairs of sentences with a random label. Half of the pairs have the same beginning."""
     rng = random.Random(seed)
-    found = [text for text, _ in sentences(2 * count, seed)]
-    for first, second in zip(found[::2], found[1::2], strict=True):
+    texts = [text for text, _ in sentences(2 * count, seed)]
+    for first, second in zip(texts[::2], texts[1::2], strict=True):
         yield first, second if rng.random() < 0.5 else first[: len(first) // 2] + second, rng.randrange(2)
 
 
 def write_splits(folder: Path, header, row, examples, **counts) -> Path:
-    """A file for each split: a row of an example's number and the example."""
+    """Writes a file for each split. `row` formats an example's number and the example."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (name, count) in enumerate(counts.items()):
         rows = (row(number, *example) for number, example in enumerate(examples(count, seed)))
@@ -66,7 +66,7 @@ def write_stsb(folder: Path, train=27, dev=10) -> Path:
 
 
 def save_encoder(folder: Path, vocab: Path, architecture="bert", seed=0, **changes) -> Path:
-    """A randomly initialized encoder as `transformers` saves it, with its vocabulary."""
+    """Saves a randomly initialized encoder with `transformers`, and its vocabulary."""
     import torch
     from transformers import (
         DebertaV2Config,

@@ -1,4 +1,4 @@
-"""Every objective, and every option that changes what one computes, as configuration keys by name; random weights."""
+"""Every objective, and every option that changes its computation, as configuration keys by name; random weights."""
 
 import torch
 
@@ -7,7 +7,7 @@ from electra_fast.config.presets import OBJECTIVE_SPECS
 
 
 def needs(name):
-    """The keys that an objective needs, as they stand on a command line."""
+    """Returns the keys that an objective needs, with values as on a command line."""
     changes = {"objective.name": name}
     for key, allowed in OBJECTIVE_SPECS[name].needs.items():
         if Config.preset("tiny", "google").value(key) not in allowed:
@@ -26,7 +26,7 @@ VARIANTS = {name: needs(name) for name in OBJECTIVE_SPECS} | {
     "adversarial, plain heads": needs("adversarial") | {"model.heads": "plain"},
 }
 
-# Together these use every operation that any of the variants uses: for tests that take seconds each.
+# Together these use every operation of all variants; for tests that take seconds per variant.
 DIFFERENT = {
     "electra15, unigram": VARIANTS["electra15, random positions"] | VARIANTS["unigram"],
     "contrastive, corrective": VARIANTS["contrastive"] | VARIANTS["corrective"],
@@ -34,7 +34,7 @@ DIFFERENT = {
 
 
 def randomized(model, seed):
-    """With every parameter random, norms about 1 and biases not 0: nothing can be omitted or swapped unnoticed."""
+    """Sets every parameter to random values, norms about 1 and biases not 0, so that any omission changes results."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

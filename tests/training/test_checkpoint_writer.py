@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread: the same bytes, in order, one at a time; failures are raised, kills harmless."""
+"""Checkpoints written in a thread: the same bytes, in order, one at a time. Failures are raised; kills do no harm."""
 
 import copy
 import signal
@@ -20,8 +20,8 @@ from electra_fast.training.checkpoint_writer import CheckpointWriter
 
 CONFIG = Config.preset("tiny")
 
-# Saves asynchronously in one child after another, each killed one write point later than the one before, until a child
-# survives. Then interrupts its own wait for a write, and exits while that goes on.
+# Saves asynchronously in a series of children. Each is killed one write point later than the previous one, until one
+# survives. Then it interrupts its wait for a write, and exits during the write.
 KILLED = """
 import itertools, os, shutil, signal, sys, time
 from pathlib import Path
@@ -93,7 +93,7 @@ with CheckpointWriter(folder / "interrupted", keep=1) as writer:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The folder that `KILLED` leaves, and its exit code."""
+    """Returns the folder that `KILLED` leaves."""
     folder = tmp_path_factory.mktemp("killed")
     process = subprocess.run([sys.executable, "-c", KILLED, str(folder)], stderr=subprocess.PIPE, text=True)
     assert process.returncode == -signal.SIGINT, process.stderr
@@ -101,7 +101,7 @@ def killed(tmp_path_factory):
 
 
 class Gate:
-    """Writes wait before their first file until `go` is set."""
+    """Makes writes wait before their first file until `go` is set."""
 
     def __init__(self):
         self.reached = threading.Event()
@@ -139,14 +139,16 @@ def files(directory):
 
 
 def saved_value(directory):
-    """The one number of which both files of tensors consist."""
+    """Returns the only number in the two files of tensors."""
     checkpoint_folder.verify(directory)
-    found = [checkpoint.read_tensors(directory / f"{name}.safetensors") for name in ("model", "optimizer")]
-    (value,) = {float(value) for each in found for tensor in each.values() for value in tensor}
+    files_of_tensors = [checkpoint.read_tensors(directory / f"{name}.safetensors") for name in ("model", "optimizer")]
+    (value,) = {
+        float(value) for tensors_by_name in files_of_tensors for tensor in tensors_by_name.values() for value in tensor
+    }
     return value
 
 
-def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, gate):
+def test_checkpoint_unaffected_by_later_changes(tmp_path, gate):
     shared = torch.arange(8.0)
     tensors = {
         "transposed": torch.arange(6.0).view(2, 3).T,
@@ -155,7 +157,7 @@ def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, ga
         "flags": torch.tensor([True, False]),
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 3),
-        "first": shared[:4],  # as the parameters that processes share
+        "first": shared[:4],  # like the parameters that processes share
         "second": shared[4:],
         "trained": torch.nn.Parameter(torch.ones(2)),
     }
@@ -166,7 +168,7 @@ def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, ga
         for step in (1, 2)
     ]
     with CheckpointWriter(tmp_path / "run", keep=2) as writer:
-        for step in (1, 2):  # the second time with the first one's buffers
+        for step in (1, 2):  # the second save reuses the buffers of the first
             gate.go.clear()
             now = replace(copy.deepcopy(state), step=step)
             saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -183,7 +185,7 @@ def test_the_bytes_are_those_of_a_write_whatever_changes_afterwards(tmp_path, ga
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, gate):
+def test_gpu_tensors_may_change_after_save(tmp_path, gate):
     x = torch.ones(1 << 24, device="cuda")
     with CheckpointWriter(tmp_path, 3) as writer:
         for step in (1, 2, 3):
@@ -197,7 +199,7 @@ def test_tensors_of_a_gpu_may_change_on_its_stream_right_afterwards(tmp_path, ga
         assert (read["exp_avg.x"] == step).all() and read["num_updates"] == step
 
 
-def test_a_save_waits_for_the_one_before_and_the_newest_are_kept(tmp_path, gate):
+def test_save_waits_for_previous_write(tmp_path, gate):
     with CheckpointWriter(tmp_path, keep=2) as writer:
         save(writer, 1)
         blocked = writer.blocked_seconds
@@ -212,7 +214,7 @@ def test_a_save_waits_for_the_one_before_and_the_newest_are_kept(tmp_path, gate)
     assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (9, 10)] == [9, 10]
 
 
-def test_buffers_are_used_again_unless_shape_or_dtype_changes(tmp_path, monkeypatch):
+def test_buffers_reused_unless_shape_or_dtype_changes(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
         checkpoint, "write", lambda run, config, model, *_: seen.append((model["x"], model["x"].clone()))
@@ -242,7 +244,7 @@ SURFACES = {
 
 
 @pytest.mark.parametrize("surface", SURFACES)
-def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
+def test_failed_write_raised_once(tmp_path, surface):
     folder = tmp_path / "checkpoints"
     away = tmp_path / "away"
     with CheckpointWriter(tmp_path, keep=5) as writer:
@@ -267,7 +269,7 @@ def test_a_failed_write_is_raised_once_and_spoils_nothing(tmp_path, surface):
         save(writer, 5)
 
 
-def test_an_exception_lets_the_write_end_and_is_not_hidden(tmp_path, gate):
+def test_exception_waits_for_write_and_propagates(tmp_path, gate):
     threading.Timer(0.05, gate.go.set).start()
     with pytest.raises(KeyError), CheckpointWriter(tmp_path / "whole", 1) as writer:
         save(writer, 1)
@@ -283,13 +285,13 @@ def test_an_exception_lets_the_write_end_and_is_not_hidden(tmp_path, gate):
 
 
 def interrupt_the_wait():
-    """Ctrl-C once the main thread waits for a write; a signal that another thread takes would not wake it."""
+    """Sends SIGINT once the main thread waits for a write. A signal to another thread would not wake it."""
     main = threading.main_thread().ident
     wait_for(lambda: "_finish" in [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])])
     signal.pthread_kill(main, signal.SIGINT)
 
 
-def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
+def test_interrupted_wait_can_be_repeated(tmp_path, gate):
     with CheckpointWriter(tmp_path, 2) as writer:
         save(writer, 1)
         with pytest.raises(KeyboardInterrupt):
@@ -302,8 +304,8 @@ def test_an_interrupted_wait_can_be_repeated(tmp_path, gate):
     assert [saved_value(tmp_path / f"checkpoints/step-{step}") for step in (1, 3)] == [1, 3]
 
 
-def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, gate, monkeypatch):
-    """A signal between starting a write and noting it: the next save knows nothing of the write in progress."""
+def test_interrupted_submit_does_not_reuse_buffers(tmp_path, gate, monkeypatch):
+    """A signal arrives after a write starts and before it is recorded, so the next save does not know about it."""
     writer = CheckpointWriter(tmp_path, 2)
     submit = writer._executor.submit
 
@@ -326,23 +328,23 @@ def test_a_write_whose_trace_an_interrupt_has_lost_keeps_its_buffers(tmp_path, g
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["next step", "same step"])
-def test_a_kill_at_any_write_point_leaves_the_old_or_the_new_checkpoint(killed, name):
+def test_kill_leaves_old_or_new_checkpoint(killed, name):
     values = []
     runs = sorted((killed / name).iterdir(), key=lambda run: int(run.name))
     for run in runs:
         checkpoint_folder.remove_unfinished(run)
-        found, warnings = checkpoint_folder.recover_run(run)
+        newest, warnings = checkpoint_folder.recover_run(run)
         assert not warnings and not list((run / "checkpoints").glob(".*"))
-        values.append(saved_value(found))
-        assert checkpoint_folder.read_state(found).step == (2 if name == "next step" and values[-1] == 2 else 1)
+        values.append(saved_value(newest))
+        assert checkpoint_folder.read_state(newest).step == (2 if name == "next step" and values[-1] == 2 else 1)
         with CheckpointWriter(run, keep=1) as writer:
             save(writer, 3)
         assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["step-3"]
     assert values == sorted(values) and set(values) == {1, 2}
-    assert len(values) > 20  # four files, half-written, synced, renamed; the old ones removed
+    assert len(values) > 20  # four files, half-written, synced, renamed; the old files removed
 
 
 @pytest.mark.process
-def test_an_interrupted_process_exits_after_its_write(killed):
+def test_interrupted_process_finishes_write(killed):
     assert [entry.name for entry in (killed / "interrupted/checkpoints").iterdir()] == ["step-2"]
     assert saved_value(killed / "interrupted/checkpoints/step-2") == 2

@@ -1,4 +1,4 @@
-"""A fixed corruptor: every model reads the same text, however its rows are divided; what it refuses."""
+"""A fixed corruptor: every model reads the same text, however its rows are divided; unusable sources are refused."""
 
 import hashlib
 import shutil
@@ -22,13 +22,13 @@ from electra_fast.training.corruptor import Corruptor, masked_states, sample_sof
 from electra_fast.training.evaluate import SEED, evaluate
 
 CPU = torch.device("cpu")
-# A corruptor's recipe, whatever the models' own.
+# Masking and packing of a corruptor, independent of the models' recipes.
 ROWS = {"masking": "tokens", "mask_prob": 0.15, "packing": "best-fit", "seed": SEED, "epochs": 1}
 MLM = ("mlm_accuracy", "mlm_recall_at_100", "mlm_generator_accuracy")
 
 
 def save_run(folder, corpus, recipe="google", **changes):
-    """A run of an untrained model whose logits differ from 0: its tokenizer and a checkpoint."""
+    """Saves a run with a tokenizer and a checkpoint of an untrained model whose logits differ from 0."""
     vocab_size = str(ef.Corpus(corpus).vocab_size)
     model = make_model(tiny_config(recipe, **{"model.vocab_size": vocab_size} | changes))
     write_tokenizer(folder / "tokenizer", ef.Tokenizer.of(ef.Corpus(corpus)), 128)
@@ -59,13 +59,13 @@ def loader_of(corpus, length, batch_size, **parts):
 
 
 def digits(rows):
-    """The hash of texts, each a list of ids."""
+    """Returns the hash of texts, which are lists of ids."""
     whole = np.concatenate([np.asarray(row, dtype="<i4") for row in rows])
     return hashlib.sha256(whole.tobytes()).hexdigest()[:16]
 
 
 def by_hand(batch, row, samples_N):
-    """Corrupted and original ids of a row, with padding, as lists."""
+    """Returns the corrupted and the original ids of a row, with padding, as lists."""
     original = batch["input_ids"][row].tolist()
     for slot, weight in enumerate(batch["masked_weights"][row].tolist()):
         if weight:
@@ -78,14 +78,14 @@ def by_hand(batch, row, samples_N):
     return corrupted, original
 
 
-def test_every_objective_reads_the_same_text(validation_corpus, tmp_path):
+def test_all_objectives_read_same_corrupted_text(validation_corpus, tmp_path):
     texts = set()
     for name in ("electra15", "mlm", "contrastive", "adversarial", "unigram", "all-tokens-mlm", "replace-mlm, unigram"):
         changes = {"data.sequence_length": "32", "model.num_layers": "1"}
         run = save_run(tmp_path / name, validation_corpus, **VARIANTS[name] | changes)
         few = {"sequence_length": 32, "batch_size": 8, "max_batches": 2, "mlm_examples": 3}
-        found = evaluate(run, validation_corpus, corrupted_by="unigram", **few)
-        texts.add((found["corruption"], found["tokens"], found["rows"], found["sequence_length"]))
+        report = evaluate(run, validation_corpus, corrupted_by="unigram", **few)
+        texts.add((report["corruption"], report["tokens"], report["rows"], report["sequence_length"]))
 
         networks = ef.load(run).model.networks.keys()
         expected = {"generator_loss", "generator_accuracy"} if "generator" in networks else set()
@@ -98,22 +98,22 @@ def test_every_objective_reads_the_same_text(validation_corpus, tmp_path):
             expected |= {"encoder_loss", "encoder_accuracy", "replaced_fraction"}
         if "generator" in networks and "encoder" not in networks:
             expected |= set(MLM[:2] if name == "mlm" else MLM)
-        assert found["mlm_examples"] == (3 if expected & set(MLM) else 0)
+        assert report["mlm_examples"] == (3 if expected & set(MLM) else 0)
         numbers = {"rows", "tokens", "sequence_length", "corruption", "mlm_examples"}
-        assert {name for name, value in found.items() if value is not None} == expected | numbers
-        assert {"loss", *METRICS, *MLM} <= found.keys()
-        assert not {"contrastive_loss", "reward", "policy_loss"} & found.keys()
+        assert {name for name, value in report.items() if value is not None} == expected | numbers
+        assert {"loss", *METRICS, *MLM} <= report.keys()
+        assert not {"contrastive_loss", "reward", "policy_loss"} & report.keys()
     ((_, _, rows, length),) = texts
     assert (rows, length) == (16, 32)
 
 
 @pytest.mark.parametrize(
-    "name", ["electra15", *(pytest.param(each, marks=pytest.mark.slow) for each in ("contrastive", "unigram"))]
+    "name", ["electra15", *(pytest.param(name, marks=pytest.mark.slow) for name in ("contrastive", "unigram"))]
 )
-def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corpus, tmp_path):
-    """Over all tokens, no segment kept whole, computed from single texts without packing or padding."""
+def test_metrics_computed_on_corrupted_text(name, runs, validation_corpus, tmp_path):
+    """The expected metrics cover all tokens and segments, from single texts without packing or padding."""
     run = save_run(tmp_path / "run", validation_corpus, **VARIANTS[name] | {"data.sequence_length": "32"})
-    found = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
+    report = evaluate(run, validation_corpus, batch_size=4, max_batches=2, corrupted_by=runs["google"])
     model = ef.load(run).model
     corruptor = Corruptor.load(runs["google"], ef.Corpus(validation_corpus), SEED, CPU)
     loader = loader_of(validation_corpus, 32, 4)
@@ -134,20 +134,22 @@ def test_the_metrics_are_those_of_the_corrupted_text(name, runs, validation_corp
                     logits = model.generator_logits(batch["input_ids"][row, inside][None])[0].log_softmax(-1)
                     masked = [k for k, i in enumerate(inside) if batch["input_ids"][row, i] == 4]
                     nll += [-logits[k, original[inside[k]]].item() for k in masked]
-    z = np.array([each[0] for each in answers])
-    is_replaced = np.array([each[1] for each in answers])
-    assert found["corruption"] == digits(rows) and found["tokens"] == len(answers)
-    assert found["replaced_fraction"] == pytest.approx(is_replaced.mean())
-    assert found["discriminator_loss"] == pytest.approx(np.log1p(np.exp(np.where(is_replaced, -z, z))).mean(), rel=1e-5)
-    assert found["discriminator_accuracy"] == pytest.approx(((z > 0) == is_replaced).mean())
-    assert found["discriminator_recall"] == pytest.approx((z[is_replaced] > 0).mean())
+    z = np.array([logit for logit, _ in answers])
+    is_replaced = np.array([label for _, label in answers])
+    assert report["corruption"] == digits(rows) and report["tokens"] == len(answers)
+    assert report["replaced_fraction"] == pytest.approx(is_replaced.mean())
+    assert report["discriminator_loss"] == pytest.approx(
+        np.log1p(np.exp(np.where(is_replaced, -z, z))).mean(), rel=1e-5
+    )
+    assert report["discriminator_accuracy"] == pytest.approx(((z > 0) == is_replaced).mean())
+    assert report["discriminator_recall"] == pytest.approx((z[is_replaced] > 0).mean())
     above = (z[is_replaced][:, None] > z[~is_replaced]) + 0.5 * (z[is_replaced][:, None] == z[~is_replaced])
-    assert found["discriminator_auc"] == pytest.approx(above.mean(), abs=1e-4)
-    assert found["generator_loss"] == (pytest.approx(np.mean(nll), rel=1e-5) if nll else None)
+    assert report["discriminator_auc"] == pytest.approx(above.mean(), abs=1e-4)
+    assert report["generator_loss"] == (pytest.approx(np.mean(nll), rel=1e-5) if nll else None)
 
 
-def test_its_samples_are_those_of_the_generator(runs, validation_corpus):
-    """Of the softmax at each mask, computed from single texts; `sample_softmax` draws them by the CDF."""
+def test_samples_follow_generator_softmax(runs, validation_corpus):
+    """The softmax at each mask is computed from single texts; `sample_softmax` samples it by inverting the CDF."""
     corpus = ef.Corpus(validation_corpus)
     batch = to_torch(next(loader_of(validation_corpus, 32, 6)))
     num_slots = batch["masked_ids"].numel()
@@ -167,25 +169,25 @@ def test_its_samples_are_those_of_the_generator(runs, validation_corpus):
                 for slot, position in enumerate(batch["masked_positions"][row].tolist()):
                     if position in inside and batch["masked_weights"][row, slot]:
                         number = torch.tensor([(7 + row) * slots + slot])
-                        at = logits[inside.index(position)][None]
-                        assert sample_softmax(at, number, seed) == samples[row, slot]
+                        logits_1V = logits[inside.index(position)][None]
+                        assert sample_softmax(logits_1V, number, seed) == samples[row, slot]
 
 
-def test_a_sample_of_a_softmax_has_its_probabilities():
+def test_softmax_samples_have_softmax_probabilities():
     probabilities = torch.tensor([0.5, 0, 0.3, 0.19, 0.01, 0])
     count = 40_000
     logits = probabilities.log().expand(count, -1)
     samples = sample_softmax(logits, torch.arange(count), torch.tensor([3, 0]))
-    shares = torch.bincount(samples, minlength=6) / count
-    assert shares[1] == shares[5] == 0
-    assert ((shares - probabilities).abs() <= 4 * (probabilities * (1 - probabilities) / count).sqrt()).all()
+    frequencies = torch.bincount(samples, minlength=6) / count
+    assert frequencies[1] == frequencies[5] == 0
+    assert ((frequencies - probabilities).abs() <= 4 * (probabilities * (1 - probabilities) / count).sqrt()).all()
     part = sample_softmax(logits[:5], torch.arange(30, 35), torch.tensor([3, 0]))
     assert torch.equal(part, samples[30:35])
     assert not torch.equal(samples, sample_softmax(logits, torch.arange(count), torch.tensor([4, 0])))
 
 
-def test_it_computes_in_fp64(runs, validation_corpus):
-    """Which rows are computed together changes what is rounded, and samples only if one lies nearer than that."""
+def test_corruptor_computes_in_fp64(runs, validation_corpus):
+    """The division into batches changes rounding errors. A sample changes only if it is closer than these errors."""
     whole = to_torch(next(loader_of(validation_corpus, 32, 6)))
     for source in runs.values():
         with use_impl("reference"):
@@ -199,7 +201,7 @@ def test_it_computes_in_fp64(runs, validation_corpus):
         difference_MD = (together_MD - torch.cat(parts))[is_used_M].abs()
         assert together_MD.dtype == torch.float64 and difference_MD.max() < 1e-12
 
-    # The uniform number decides between two entries to its 40th bit.
+    # The 40th bit of the uniform number can decide between two entries.
     slot = torch.arange(50)
     zero = torch.tensor(0)
     high, low, *_ = philox((zero, slot, zero, torch.tensor(5)), (torch.tensor(9), zero))
@@ -211,14 +213,14 @@ def test_it_computes_in_fp64(runs, validation_corpus):
 
 
 @pytest.mark.parametrize("source", [pytest.param("modern", marks=pytest.mark.slow), "unigram"])
-def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_corpus):
+def test_samples_independent_of_ranks_and_threads(source, runs, validation_corpus):
     corpus = ef.Corpus(validation_corpus)
     corruptor = (
         Corruptor.unigram(corpus, SEED, CPU) if source == "unigram" else Corruptor.load(runs[source], corpus, SEED, CPU)
     )
 
     def samples_of(world_size, batch_size=12):
-        """The samples at used slots, in the order of rows."""
+        """Returns the samples at used slots, in the order of rows."""
         shards = [
             loader_of(validation_corpus, 32, batch_size, rank=r, world_size=world_size) for r in range(world_size)
         ]
@@ -242,69 +244,71 @@ def test_samples_depend_on_neither_ranks_nor_threads(source, runs, validation_co
         torch.set_num_threads(threads)
 
 
-def test_one_corruptor_is_one_text(runs, whole_run, validation_corpus):
+def test_same_corruptor_gives_same_text(runs, whole_run, validation_corpus):
     names = ("rows", "tokens", "sequence_length", "corruption", "replaced_fraction")
 
-    def judged(model, corruptor, **changes):
-        found = evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
-        return tuple(found[name] for name in names)
+    def evaluated(model, corruptor, **changes):
+        report = evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
+        return tuple(report[name] for name in names)
 
-    first = judged(whole_run, runs["google"], batch_size=64)
-    assert first == judged(runs["modern"], runs["google"], batch_size=37)
-    others = judged(whole_run, "unigram", sequence_length=32), judged(whole_run, runs["modern"])
+    first = evaluated(whole_run, runs["google"], batch_size=64)
+    assert first == evaluated(runs["modern"], runs["google"], batch_size=37)
+    others = evaluated(whole_run, "unigram", sequence_length=32), evaluated(whole_run, runs["modern"])
     assert first[:3] == others[0][:3] == others[1][:3]
-    parts = judged(whole_run, runs["google"], max_batches=1)
+    parts = evaluated(whole_run, runs["google"], max_batches=1)
     assert len({text[3] for text in (first, *others, parts)}) == 4
 
 
-def test_its_rows_have_its_own_length_and_the_model_is_warned(runs, whole_run, validation_corpus, capsys):
+def test_rows_have_corruptor_length_with_warning(runs, whole_run, validation_corpus, capsys):
     few = {"max_batches": 1}
     assert evaluate(whole_run, validation_corpus, corrupted_by=runs["google"], **few)["sequence_length"] == 32
     said = capsys.readouterr().err
-    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is judged on rows of 32" in said
+    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is evaluated on rows of 32" in said
     assert "pass --sequence-length 16" in said
     assert evaluate(runs["google"], validation_corpus, corrupted_by=whole_run, **few)["sequence_length"] == 16
     assert capsys.readouterr().err == ""
     assert evaluate(runs["google"], validation_corpus, corrupted_by="unigram", **few)["sequence_length"] == 128
-    # Rotary positions have no end.
-    found = evaluate(runs["modern"], validation_corpus, corrupted_by="unigram", sequence_length=256, **few)
-    assert found["sequence_length"] == 256
+    # Rotary positions have no limit.
+    report = evaluate(runs["modern"], validation_corpus, corrupted_by="unigram", sequence_length=256, **few)
+    assert report["sequence_length"] == 256
 
 
-def test_a_lone_discriminator_has_no_generator_metrics(whole_run, exported, validation_corpus):
-    found = evaluate(exported / "discriminator", validation_corpus, corrupted_by=whole_run, mlm_examples=3)
+def test_discriminator_alone_has_no_generator_metrics(whole_run, exported, validation_corpus):
+    corrupted = evaluate(exported / "discriminator", validation_corpus, corrupted_by=whole_run, mlm_examples=3)
     whole = evaluate(exported, validation_corpus, corrupted_by=exported / "generator", sequence_length=16)
-    assert found["discriminator_auc"] == whole["discriminator_auc"] and found["corruption"] == whole["corruption"]
+    assert (
+        corrupted["discriminator_auc"] == whole["discriminator_auc"] and corrupted["corruption"] == whole["corruption"]
+    )
     assert whole["generator_loss"] > 0
     alone = evaluate(exported / "discriminator", validation_corpus, sequence_length=16)
-    assert alone["unigram_auc"] == found["unigram_auc"] and alone["discriminator_auc"] is None
+    assert alone["unigram_auc"] == corrupted["unigram_auc"] and alone["discriminator_auc"] is None
     absent = {"generator_loss", "generator_accuracy", *MLM}
-    assert {found[name] for name in absent} == {None} and found["mlm_examples"] == 0
+    assert {corrupted[name] for name in absent} == {None} and corrupted["mlm_examples"] == 0
 
 
 @pytest.mark.slow
-def test_corruptors_of_every_kind(whole_run, validation_corpus, tmp_path):
-    """One network that is the generator, and fixed distributions in a generator's place."""
+def test_every_kind_of_corruptor(whole_run, validation_corpus, tmp_path):
+    """The corruptor is a network, or a fixed distribution instead of a generator."""
     texts = set()
     for name in ("mlm", "uniform", "unigram"):
         run = save_run(tmp_path / name, validation_corpus, **VARIANTS[name])
-        found = evaluate(whole_run, validation_corpus, corrupted_by=run, max_batches=4)
-        texts.add(found["corruption"])
-        assert 0.05 < found["replaced_fraction"] < 0.25
-    # The run has the counts of `make_model`, not the corpus's.
+        report = evaluate(whole_run, validation_corpus, corrupted_by=run, max_batches=4)
+        texts.add(report["corruption"])
+        assert 0.05 < report["replaced_fraction"] < 0.25
+    # The run has the token counts of `make_model`, not of the corpus.
     few = {"sequence_length": 16, "max_batches": 4}
     texts.add(evaluate(whole_run, validation_corpus, corrupted_by="unigram", **few)["corruption"])
     assert len(texts) == 4
 
 
-def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_corpus, tiny_vocab, tmp_path):
+def test_model_without_usable_generator_refused(whole_run, exported, runs, validation_corpus, tiny_vocab, tmp_path):
     def refused(start, corruptor, model=whole_run, error=ValueError, **changes):
         with pytest.raises(error) as caught:
             evaluate(model, validation_corpus, corrupted_by=corruptor, **changes)
         assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
 
     lone = exported / "discriminator"
-    refused(f"{lone}: only the discriminator, which cannot corrupt text; name a ", lone)
+    refused(f"{lone}: has only the discriminator, which cannot corrupt text; pass a ", lone)
     refused(f"{tmp_path / 'nothing'}: no such folder; name a run", tmp_path / "nothing", error=FileNotFoundError)
 
     entries = tiny_vocab.read_text().splitlines()
@@ -313,12 +317,12 @@ def test_what_cannot_corrupt_is_refused(whole_run, exported, runs, validation_co
     other = shutil.copytree(runs["google"], tmp_path / "run")
     shutil.rmtree(other / "tokenizer")
     write_tokenizer(other / "tokenizer", ef.Tokenizer(tmp_path / "other/vocab.txt"), 128)
-    refused(f"{other} cannot corrupt this text: {other / 'tokenizer'}", other)
+    refused(f"{other}: cannot corrupt this text: {other / 'tokenizer'}", other)
 
     unigram = save_run(tmp_path / "unigram", validation_corpus, **VARIANTS["unigram"])
     ef.export(unigram, out=tmp_path / "hf", unfinished=True)
     refused(f"{tmp_path / 'hf'}: a unigram generator's token counts are not exp", tmp_path / "hf")
-    # As the model it has a discriminator that reads any text.
+    # As the evaluated model it works: its discriminator reads any text.
     report = evaluate(tmp_path / "hf", validation_corpus, corrupted_by=unigram, max_batches=1, mlm_examples=1)
     assert report["discriminator_auc"] > 0
 

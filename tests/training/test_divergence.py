@@ -1,4 +1,4 @@
-"""Runs that diverge end before they spoil their checkpoints, healthy ones never do; and the way back."""
+"""Diverged runs end before they overwrite good checkpoints, healthy runs do not; going back to a checkpoint."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ from electra_fast.training.pretrain import pretrain
     ("recipe", "name"),
     [("google", name) for name in (*OBJECTIVES, "corrective", "contrastive", "unigram")] + [("modern", "electra")],
 )
-def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validation_corpus):
-    """And a run has exploded far from there only, and never by what may be negative."""
+def test_untrained_loss_near_uniform_predictions(recipe, name, validation_corpus):
+    """And a run counts as exploded only far above this loss, whatever metrics may be negative."""
     changes = {"objective.corrective_weight": "0"} if "electra" not in name else {}
     vocab_size = Corpus(validation_corpus).vocab_size
     config = tiny_config(recipe, **(changes | VARIANTS[name] | {"model.vocab_size": str(vocab_size)}))
@@ -40,30 +40,32 @@ def test_an_untrained_model_is_as_good_as_uniform_answers(recipe, name, validati
     if model.proposal is not None and config.generator.kind == "unigram":
         model.proposal.set_counts(torch.ones(vocab_size))
     for objective in {stage.objective for stage in objective_of(config).stages()}:
-        found = evaluate_model(model, validation_corpus, config, compute, 1, objective)
+        metrics = evaluate_model(model, validation_corpus, config, compute, 1, objective)
         answers = objective.uniform_metrics()
         uniform = objective.comparable_loss(answers)
-        assert 0.8 * uniform < objective.comparable_loss(found) < 1.35 * uniform
+        assert 0.8 * uniform < objective.comparable_loss(metrics) < 1.35 * uniform
         assert all(
-            0.8 * answers[key] < found[key] < 1.35 * answers[key] for key in objective.lowered_losses if found.get(key)
+            0.8 * answers[key] < metrics[key] < 1.35 * answers[key]
+            for key in objective.lowered_losses
+            if metrics.get(key)
         )
-        assert not has_exploded(objective, found)
-        losses = {key: 4 * value for key, value in found.items() if key.endswith("loss") and value is not None}
-        assert has_exploded(objective, found | losses) and has_exploded(
-            objective, found | dict.fromkeys(losses, math.nan)
+        assert not has_exploded(objective, metrics)
+        losses = {key: 4 * value for key, value in metrics.items() if key.endswith("loss") and value is not None}
+        assert has_exploded(objective, metrics | losses) and has_exploded(
+            objective, metrics | dict.fromkeys(losses, math.nan)
         )
 
 
 def first_loss(losses, window=100, name="electra"):
-    """The step at which the losses of the generator and the discriminator at each step are found lost for good."""
+    """Returns the step at which `lost_learning` reports the losses of generator and discriminator, or None."""
     config = Config.preset("small", "paper").override({"model.vocab_size": 30_522})
     objective = objective_of(config.with_objective(name))
     history = LossHistory()
     for step in range(window, 3000, window):
-        found = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))
-        if lost_learning(history, objective, found, window):
+        metrics = dict(zip(("generator_loss", "discriminator_loss"), losses(step), strict=True))
+        if lost_learning(history, objective, metrics, window):
             return step
-        history = LossHistory(**json.loads(json.dumps(asdict(history))))  # as a resume reads it
+        history = LossHistory(**json.loads(json.dumps(asdict(history))))  # as after a resume
     return None
 
 
@@ -76,7 +78,7 @@ LOST = (7.2, 0.41)
 
 
 @pytest.mark.parametrize(
-    ("losses", "found"),
+    ("losses", "expected"),
     [
         (after(1000, LEARNED, LOST), 1200),
         (after(1000, LEARNED, LEARNED), None),
@@ -86,27 +88,27 @@ LOST = (7.2, 0.41)
         (lambda step: LOST if 1000 < step <= 1100 else LEARNED, None),  # it recovers
     ],
 )
-def test_what_was_learned_is_lost(losses, found):
-    assert first_loss(losses) == found
+def test_lost_learning_detected(losses, expected):
+    assert first_loss(losses) == expected
     draw = random.Random(0)
     noisy = lambda step: [value * math.exp(draw.gauss(0, 0.4)) for value in losses(step)]  # noqa: E731
-    close = first_loss(noisy, window=1)  # every step a line, with the noise of a tiny batch
-    assert (close is None) == (found is None) and (close is None or abs(close - found) <= 100)
+    close = first_loss(noisy, window=1)  # a line for each step, with the noise of a tiny batch
+    assert (close is None) == (expected is None) and (close is None or abs(close - expected) <= 100)
 
 
-def test_an_adversarial_generator_may_win():
+def test_adversarial_generator_never_counts_as_lost():
     assert first_loss(after(1000, LEARNED, LOST), name="adversarial") is None
 
 
 DIVERGES = {"optimizer.learning_rate": "5", "train.steps": "48"}
 
 
-def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, validation_corpus, tmp_path):
+def test_exploded_run_keeps_checkpoints_and_goes_back(whole_run, validation_corpus, tmp_path):
     out = shutil.copytree(whole_run, tmp_path / "run")
     before = {path.name for path in (out / "checkpoints").iterdir()}
     flags = [f"--{name}={value}" for name, value in (TINY | DIVERGES).items()]
     command = ["pretrain", validation_corpus, "--preset", "tiny", "--recipe", "google", "--out", out, *flags]
-    for _ in range(2):  # and however often it is repeated
+    for _ in range(2):  # with the same result when repeated
         done = cli(*command, "--allow-changes")
         assert done.returncode == 2 and {path.name for path in (out / "checkpoints").iterdir()} == before
     (said,) = [line for line in done.stderr.splitlines() if "error" in line]
@@ -120,8 +122,8 @@ def test_a_run_that_explodes_keeps_its_checkpoints_and_can_go_back(whole_run, va
     assert lines(out)[-1]["loss"] < 1.1 * loss
 
 
-def test_rates_above_the_rule_are_lowered_to_it(tmp_path):
-    """Half of a rate that is a hundred times too high would diverge again."""
+def test_advice_lowers_learning_rates_to_rule(tmp_path):
+    """If the learning rate is a hundred times too high, half of it would diverge again."""
     config = Config.preset("tiny", "modern").override({"train.steps": "2500", "optimizer.learning_rate": "0.4"})
     said = recovery_advice(tmp_path, TrainState(), config.resolved())
     assert said == "there is no checkpoint yet; start again with --optimizer.learning_rate 0.004 or a longer warmup"
@@ -132,19 +134,19 @@ def test_rates_above_the_rule_are_lowered_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(("rate", "ends"), [pytest.param("0.03", False, marks=pytest.mark.slow), ("5", True)])
-def test_first_steps_without_a_warmup_may_explode(validation_corpus, tmp_path, rate, ends):
-    """Adam without bias correction overshoots, and comes back; what is saved before that is no good checkpoint."""
+def test_early_explosion_without_warmup_tolerated(validation_corpus, tmp_path, rate, ends):
+    """Adam without bias correction overshoots and recovers. Checkpoints saved before that do not count as good."""
     changes = {"optimizer.learning_rate": rate, "optimizer.warmup_steps": "0", "train.steps": "120"}
     config = tiny_config(**changes, **{"train.checkpoint_every": "20", "train.eval_every": "0", "train.log_every": "2"})
     with pytest.raises(Diverged) if ends else contextlib.nullcontext():
         pretrain(validation_corpus, config=config, out=tmp_path / "run")
-    assert max(line["loss"] for line in lines(tmp_path / "run")[:10]) > 83  # twice that of uniform answers
+    assert max(line["loss"] for line in lines(tmp_path / "run")[:10]) > 83  # twice the loss of uniform predictions
     state = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run"))
     assert state.step == (100 if ends else 120)
-    assert state.best_step is None if ends else state.best_step > 20  # which one differs between processors
+    assert state.best_step is None if ends else state.best_step > 20  # the exact step differs between processors
 
 
-def test_a_diverged_run_may_go_on(whole_run, validation_corpus, tmp_path):
+def test_diverged_run_continues_without_stop_on_divergence(whole_run, validation_corpus, tmp_path):
     out = shutil.copytree(whole_run, tmp_path / "run")
     config = tiny_config(**DIVERGES, **{"train.stop_on_divergence": "false", "train.keep_checkpoints": "1"})
     assert pretrain(validation_corpus, config=config, out=out, allow_changes=True).is_finished
@@ -156,8 +158,8 @@ class TestGoingBack:
     def out(self, whole_run, tmp_path):
         return shutil.copytree(whole_run, tmp_path / "run")
 
-    def test_it_is_as_if_the_run_had_been_stopped_there(self, whole_run, out):
-        """Whatever was done after it, and after a kill before the first new checkpoint."""
+    def test_equals_run_stopped_at_that_step(self, whole_run, out):
+        """Later steps have no effect, even if the run is killed before the first new checkpoint."""
         more = {"train.steps": 27, "train.keep_checkpoints": 9, "optimizer.beta1": 0.5}
         flags = [f"--{name}={value}" for name, value in more.items()]
         assert cli("pretrain", "--out", out, *flags, "--allow-changes").returncode == 0
@@ -170,24 +172,24 @@ class TestGoingBack:
         assert_same_run(out, whole_run)
         assert (out / "changes.jsonl").read_text() == "" and checkpoint_folder.steps(out) == [21, 22, 24]
 
-    def test_other_keys_are_changes_like_any_other(self, out):
+    def test_other_keys_need_allow_changes(self, out):
         other = ("pretrain", "--out", out, "--from-step", "21", "--optimizer.beta1", 0.5)
         before = sorted(out.rglob("*"))
         done = cli(*other)
-        assert done.returncode == 2 and "optimizer.beta1 = 0.9, now it is 0.5" in done.stderr
-        assert sorted(out.rglob("*")) == before  # and nothing has been set aside
+        assert done.returncode == 2 and "optimizer.beta1 = 0.5, but this run was started with 0.9" in done.stderr
+        assert sorted(out.rglob("*")) == before  # and no checkpoint has been renamed
         assert cli(*other, "--allow-changes").returncode == 0
         record = json.loads((out / "changes.jsonl").read_text())
         assert (record["step"], record["changes"]) == (21, {"optimizer.beta1": [0.9, 0.5]})
 
-    def test_a_restart_does_not_go_back_again(self, out, monkeypatch):
+    def test_restart_does_not_go_back_again(self, out, monkeypatch):
         for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
             with monkeypatch.context() as patch:
                 patch.setenv(variable, "1")
                 assert cli("pretrain", "--out", out, "--from-step", "step-3").returncode == 0
         assert checkpoint_folder.steps(out) == [21, 24]
 
-    def test_what_is_not_there_is_refused(self, out, validation_corpus, tmp_path):
+    def test_missing_or_damaged_checkpoint_refused(self, out, validation_corpus, tmp_path):
         for flag, message in (("step-20", "no checkpoint step-20 here; it has step-21, step-24"), ("best", "'best' i")):
             done = cli("pretrain", "--out", out, "--from-step", flag)
             assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -1,7 +1,7 @@
-"""Twenty steps of `tiny` for each recipe and each objective, from text to losses, against recorded ones.
+"""Twenty steps of `tiny` for each recipe and objective, from text to losses, compared with recorded losses.
 
-A change that should not change numbers leaves `golden/losses.jsonl` as it is. One that should records it anew
-(`python tests/training/test_golden_losses.py`, with the package installed) and says why in its commit.
+A change that should not change numbers leaves `golden/losses.jsonl` as it is. A change that should change them records
+it again (`python tests/training/test_golden_losses.py`, with the package installed) and gives the reason in its commit.
 """
 
 import json
@@ -23,12 +23,12 @@ METRICS = ("loss", "generator_loss", "discriminator_loss", "encoder_loss", "repl
 MASKING = {"paper": "tokens", "google": "with-repeats", "modern": "tokens", "deberta": "tokens"}
 STEPS = 20
 NUM_WORDS = 300
-# Sums add in an order that depends on the CPU: losses without vector instructions differ by up to 1.3e-6 (relative).
+# The order of sums depends on the CPU: without vector instructions, losses differ by up to 1.3e-6 (relative).
 TOLERANCE = 2e-5
 
 
 def write_corpus(folder: Path) -> Path:
-    """Documents of a few lines, in which every word hints at the next one; the same for every Python."""
+    """Writes documents of a few lines whose words hint at the next word; the same for every Python version."""
     rng = random.Random(0)
     words = [f"w{number}" for number in range(NUM_WORDS)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -51,7 +51,7 @@ def write_corpus(folder: Path) -> Path:
 
 
 def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, Any]]:
-    """A line per step of a run: its metrics, those left out that the objective does not have."""
+    """Trains a run and returns the metrics of each step, without metrics that the objective does not have."""
     config = ef.Config.preset("tiny", recipe).override(VARIANTS[name] | {"data.masking": MASKING[recipe]})
     rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.01} if recipe == "modern" else {}
     train = {"steps": STEPS, "batch_size": 16, "accumulate": 2, "log_every": 1, "eval_every": 0}
@@ -59,9 +59,9 @@ def losses(corpus: Path, out: Path, recipe: str, name: str) -> list[dict[str, An
     config = config.override(rates | train | as_recorded, sequence_length=32, warmup_steps=5)
     ef.pretrain(corpus, config=config, out=out)
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    kept = ("step", *METRICS)
+    names = ("step", *METRICS)
     run = {"run": f"{recipe} {name}"}
-    return [run | {name: record[name] for name in kept if record.get(name) is not None} for record in records]
+    return [run | {name: record[name] for name in names if record.get(name) is not None} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +74,16 @@ def golden():
     return [json.loads(line) for line in GOLDEN.read_text().splitlines()]
 
 
-def test_the_corpus_is_the_recorded_one(golden_corpus, golden):
+def test_corpus_matches_recorded_hash(golden_corpus, golden):
     assert {"content_hash": ef.Corpus(golden_corpus).content_hash} == golden[0]
 
 
 @pytest.mark.parametrize(("recipe", "name"), RUNS)
-def test_losses_are_the_recorded_ones(golden_corpus, golden, tmp_path, recipe, name):
-    found = losses(golden_corpus, tmp_path / "run", recipe, name)
+def test_losses_match_recording(golden_corpus, golden, tmp_path, recipe, name):
+    actual = losses(golden_corpus, tmp_path / "run", recipe, name)
     expected = [line for line in golden if line.get("run") == f"{recipe} {name}"]
-    assert len(found) == len(expected) == STEPS
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) == STEPS
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.pop("run") == theirs.pop("run")
         assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""Signals while training: at every point of the loop, to any process, the work is saved and the exit code says so."""
+"""Signals during training: a checkpoint is written at any point of the loop and in any process; exit codes."""
 
 import contextlib
 import fcntl
@@ -31,7 +31,7 @@ from electra_fast.training.timing import StepTimer
 pretrain_module = sys.modules["electra_fast.training.pretrain"]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
-# Where a signal arrives: owner, function, and at which of its calls.
+# The points at which a signal arrives: owner, function, and the number of the call.
 POINTS = {
     "opening the run": (pretrain_module, "open_run", 1),
     "the first batch": (BatchLoader, "__next__", 1),
@@ -69,7 +69,7 @@ def interrupt_at(monkeypatch, point, number):
         for i, point in enumerate(POINTS)
     ],
 )
-def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path, monkeypatch, point, number):
+def test_signal_loses_no_step(whole_run, validation_corpus, tmp_path, monkeypatch, point, number):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     rare = {"train.checkpoint_every": "1000"} if "checkpoint" not in point else {}
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"checkpoint written; run again") as caught:
@@ -83,14 +83,14 @@ def test_a_signal_anywhere_loses_no_step(whole_run, validation_corpus, tmp_path,
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_signal_after_the_last_step_ends_a_finished_run(whole_run, validation_corpus, tmp_path, monkeypatch):
+def test_signal_after_last_step_finishes_run(whole_run, validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(POINTS, "the last line", (JsonLines, "write", STEPS // 4 + STEPS // 8))
     interrupt_at(monkeypatch, "the last line", signal.SIGTERM)
     assert ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run").step == STEPS
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch):
+def test_second_signal_stops_immediately(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(POINTS, "before the last checkpoint", (TrainStep, "synchronize", 4))
     for point in ("a step", "before the last checkpoint"):
         interrupt_at(monkeypatch, point, signal.SIGINT)
@@ -101,7 +101,7 @@ def test_a_second_signal_stops_at_once(validation_corpus, tmp_path, monkeypatch)
 
 
 def test_ignored_signals_stay_ignored(monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup
     try:
         with interruption.stop_requests() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -110,7 +110,7 @@ def test_ignored_signals_stay_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_thread_can_train(whole_run, validation_corpus, tmp_path):
+def test_training_in_another_thread(whole_run, validation_corpus, tmp_path):
     def work():
         ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
 
@@ -127,22 +127,22 @@ def has_logged(out):
     return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text()
 
 
-def test_the_command_line_exits_with_the_signal(server, validation_corpus, tmp_path):
+def test_exit_code_is_that_of_the_signal(server, validation_corpus, tmp_path):
     ranks = server.start(1, validation_corpus, tmp_path / "run", **ENDLESS)
     wait_for(lambda: has_logged(tmp_path / "run"))
     ranks[0].kill(signal.SIGINT)
-    (said,) = server.end(ranks, 128 + signal.SIGINT)
+    (said,) = server.wait_for_exit(ranks, 128 + signal.SIGINT)
     (step,) = checkpoint_folder.steps(tmp_path / "run")
     assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
     assert "Traceback" not in said
 
 
-def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
+def test_time_limit_reserves_time_for_step_and_checkpoint(monkeypatch):
     now = 0.0
     monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: now))
 
     def stops_at(saving_seconds):
-        """When a session of a minute stops whose steps take three seconds, and one, for another reason, 23."""
+        """Returns when a session of a minute stops. Its steps take three seconds; one pause takes 20 more."""
         nonlocal now
         now = 0.0
         limit = timing.TimeLimit(1, start=0.0, checkpoint_bytes=2e9)
@@ -157,7 +157,7 @@ def test_a_time_limit_leaves_time_for_steps_and_a_checkpoint(monkeypatch):
     assert stops_at(saving_seconds=1) == 47
 
 
-# Takes the terminal on its standard streams for its own, as a login shell does, and becomes the command.
+# Makes the terminal of its standard streams its controlling terminal, like a login shell, and becomes the command.
 IN_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -166,8 +166,8 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.slow
-def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
-    """SIGHUP comes with a standard error that can no longer be written to."""
+def test_closed_terminal_writes_checkpoint(validation_corpus, tmp_path):
+    """After SIGHUP, writing to standard error fails."""
     ours, theirs = pty.openpty()
     command = tiny_run.command(validation_corpus, tmp_path / "run", **ENDLESS)
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
@@ -188,14 +188,14 @@ def test_a_terminal_that_closes_loses_nothing(validation_corpus, tmp_path):
 
 
 @pytest.mark.process
-def test_other_commands_say_what_is_kept(tmp_path):
+def test_other_commands_report_kept_work(tmp_path):
     os.mkfifo(tmp_path / "text.txt")  # nobody writes: the command waits
     command = [sys.executable, "-m", "electra_fast", "vocab", str(tmp_path / "text.txt"), "--out", str(tmp_path / "v")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     writer = os.open(tmp_path / "text.txt", os.O_WRONLY)
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(BrokenPipeError):
-        while process.poll() is None:  # it hears the signal when it has read something
+        while process.poll() is None:  # it handles the signal after it has read some text
             os.write(writer, b"some text\n")
     os.close(writer)
     _, said = process.communicate(timeout=30)
@@ -204,11 +204,11 @@ def test_other_commands_say_what_is_kept(tmp_path):
 
 
 @pytest.mark.slow
-def test_how_long_a_launcher_has_been_running():
+def test_launcher_seconds():
     child = "from electra_fast.interruption import launcher_seconds; print(launcher_seconds())"
     parent = (
         f"import subprocess, sys, time; time.sleep(0.5); subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     )
     start = time.monotonic()
-    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
-    assert 0.5 <= float(found) <= time.monotonic() - start + 0.02
+    seconds = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
+    assert 0.5 <= float(seconds) <= time.monotonic() - start + 0.02

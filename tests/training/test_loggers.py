@@ -1,4 +1,4 @@
-"""Callbacks and loggers: what they are given, after a kill and a resume too, and that they never cost a run."""
+"""Callbacks and loggers: the lines that they receive, also after a kill and a resume; their failures end no run."""
 
 import json
 import signal
@@ -14,22 +14,23 @@ import electra_fast as ef
 from electra_fast.files import checkpoint_folder
 
 
-def test_callbacks_get_the_lines_of_the_logs(validation_corpus, tmp_path, capsys):
+def test_callbacks_receive_log_lines(validation_corpus, tmp_path, capsys):
     seen = {"log": [], "evaluation": [], "checkpoint": []}
 
     def faulty(record):
         seen["log"].append(record)
         raise ZeroDivisionError("of mine")
 
-    given = {f"on_{name}": each.append for name, each in seen.items()} | {"on_log": faulty}
-    ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run", **given)
-    assert [{name: each[name] for name in each if name not in TIMES} for each in seen["log"]] == lines(tmp_path / "run")
+    callbacks = {f"on_{name}": records.append for name, records in seen.items()} | {"on_log": faulty}
+    ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run", **callbacks)
+    logged = [{name: value for name, value in line.items() if name not in TIMES} for line in seen["log"]]
+    assert logged == lines(tmp_path / "run")
     assert seen["evaluation"] == lines(tmp_path / "run", "evaluations.jsonl")
-    assert [each["step"] for each in seen["checkpoint"]] == list(range(3, STEPS + 1, 3))
+    assert [line["step"] for line in seen["checkpoint"]] == list(range(3, STEPS + 1, 3))
     assert capsys.readouterr().err.count("warning: on_log raised ZeroDivisionError: of mine") == 1
 
 
-def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run, tmp_path):
+def test_callback_stops_run_after_checkpoint(validation_corpus, whole_run, tmp_path):
     def stop(record):
         if record["step"] == 8:
             raise ef.StopTraining("enough")
@@ -41,7 +42,7 @@ def test_a_callback_stops_a_run_after_a_checkpoint(validation_corpus, whole_run,
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_an_unknown_or_missing_logger_is_refused(validation_corpus, tmp_path, monkeypatch):
+def test_unknown_or_missing_logger_refused(validation_corpus, tmp_path, monkeypatch):
     with pytest.raises(ef.InputError, match="train.loggers = .*: must be among tensorboard, wandb, mlflow"):
         tiny_config(**{"train.loggers": "tensorboard,comet"})
     monkeypatch.setattr("electra_fast.training.loggers.find_spec", lambda name: None)
@@ -57,7 +58,7 @@ def read_tensorboard(run):
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def wandb_records(path):
@@ -80,36 +81,36 @@ def wandb_records(path):
 def read_wandb(run):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = {}
+    values_of = {}
     ids = set()
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(path):
             record = Record.FromString(data)
             ids |= {record.run.run_id} - {""}
             items = {"".join([item.key, *item.nested_key]): json.loads(item.value_json) for item in record.history.item}
-            for name, value in items.items():  # a line that reached the disk before the kill is sent again
-                assert found.setdefault(name, {}).setdefault(items["_step"], value) == value or name.startswith("_")
+            for name, value in items.items():  # lines written to disk before the kill are sent again
+                assert values_of.setdefault(name, {}).setdefault(items["_step"], value) == value or name.startswith("_")
     assert len(ids) == 1
-    return {name: [*values.items()] for name, values in found.items()}
+    return {name: [*values.items()] for name, values in values_of.items()}
 
 
 def read_mlflow(run):
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    (experiment,) = [each for each in client.search_experiments() if each.name == "electra-fast"]
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name == "electra-fast"]
     (only,) = client.search_runs([experiment.experiment_id])
     assert only.data.params["train.steps"] == str(STEPS) and only.info.status == "FINISHED"
     history = {name: client.get_metric_history(only.info.run_id, name) for name in only.data.metrics}
-    return {name: [(each.step, each.value) for each in values] for name, values in history.items()}
+    return {name: [(entry.step, entry.value) for entry in values] for name, values in history.items()}
 
 
 READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
 
 
 @pytest.mark.slow
-def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, monkeypatch):
-    """Killed by the kernel in the middle, resumed in another process, and read back."""
+def test_loggers_receive_each_line_once_after_kill(validation_corpus, tmp_path, monkeypatch):
+    """The run is killed with SIGKILL, and resumed in another process."""
     run = tmp_path / "run"
     environment = {
         "WANDB_MODE": "offline", "WANDB_SILENT": "true",
@@ -127,22 +128,22 @@ def test_loggers_have_each_line_once_after_a_kill(validation_corpus, tmp_path, m
     subprocess.run(words, check=True)
     for read in READERS.values():
         with warnings.catch_warnings(action="ignore"):  # of their dependencies
-            found = read(run)
+            logged = read(run)
         for kind, file in (("train", "metrics.jsonl"), ("validation", "evaluations.jsonl")):
             for key in ("discriminator_loss", "generator_loss"):
-                expected = [(each["step"], pytest.approx(each[key], rel=1e-6)) for each in lines(run, file)]
-                assert found[f"{kind}/{key}"] == expected, read.__name__
+                expected = [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in lines(run, file)]
+                assert logged[f"{kind}/{key}"] == expected, read.__name__
 
 
 @pytest.mark.slow
-def test_a_changed_run_replaces_its_later_lines(validation_corpus, tmp_path):
-    given = {"train.loggers": "tensorboard"}
+def test_changed_run_replaces_later_lines(validation_corpus, tmp_path):
+    options = {"train.loggers": "tensorboard"}
     run = tmp_path / "run"
-    ef.pretrain(validation_corpus, config=tiny_config(**given), out=run)
+    ef.pretrain(validation_corpus, config=tiny_config(**options), out=run)
     truncate(run, 21)
     before = lines(run)
-    changed = tiny_config(**given, **{"optimizer.learning_rate": "5e-4"})
+    changed = tiny_config(**options, **{"optimizer.learning_rate": "5e-4"})
     ef.pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
     assert before[:-1] == lines(run)[:-1] and before[-1] != lines(run)[-1]
-    expected = [(each["step"], pytest.approx(each["discriminator_loss"], rel=1e-6)) for each in lines(run)]
+    expected = [(line["step"], pytest.approx(line["discriminator_loss"], rel=1e-6)) for line in lines(run)]
     assert read_tensorboard(run)["train/discriminator_loss"] == expected

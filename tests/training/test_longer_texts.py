@@ -1,4 +1,4 @@
-"""Runs whose texts become longer: positions and rotary bases that grow, compared with `transformers`."""
+"""Runs that continue with longer texts: positions and rotary bases grow; compared with `transformers`."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ ROTARY = {"model.rope_theta": "160000", "model.local_rope_theta": "20000"}
 
 @pytest.fixture(autouse=True)
 def quick_verdict(monkeypatch):
-    """Rows of 1,024 tokens take long."""
+    """Shortens the evaluation at the end, since rows of 1,024 tokens take long."""
     monkeypatch.setattr("electra_fast.training.trainer._VERDICT_BATCHES", 1)
 
 
@@ -46,10 +46,10 @@ def grown_run(run, corpus, recipe, short, long):
         ),
     ],
 )
-def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, recipe, short, long, length, step):
-    """It resumes exactly, is exported as `transformers` computes it, and cannot shrink."""
+def test_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, recipe, short, long, length, step):
+    """The run resumes exactly, its export gives the same logits in `transformers`, and it cannot shrink."""
     grown_run(tmp_path / "run", validation_corpus, recipe, short, long)
-    said = "the learned positions and their moments repeat from the first one on, until they are trained"
+    said = "the new positions start as copies of the learned positions and their moments"
     assert (said in capsys.readouterr().err) == (recipe == "google")
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     truncate(tmp_path / "run", step)  # before the first checkpoint of the new length, or after it
@@ -71,27 +71,27 @@ def test_a_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, 
     assert tokenizer.model_max_length == theirs.config.max_position_embeddings == length
     for name in ROTARY if recipe == "modern" else ["model.max_positions"]:
         smaller = Config.load(tmp_path / "run/config.toml", {"data.sequence_length": "16", name: "128"})
-        with pytest.raises(ValueError, match=rf"run: {name} = .*, but this run has .*, which can only grow"):
+        with pytest.raises(ValueError, match=rf"run: {name} = .*: must be at least .*, the value of this run"):
             pretrain(config=smaller, allow_changes=True)
 
 
-def test_learned_positions_and_their_moments_repeat(validation_corpus, tmp_path):
+def test_new_positions_copy_learned_ones(validation_corpus, tmp_path):
     run = tmp_path / "run"
     pretrain(validation_corpus, config=tiny_config(**SMALL | {"train.steps": "2"}), out=run)
     for name in ("model", "optimizer"):
         tensors = load_file(checkpoint_folder.latest(run) / f"{name}.safetensors")
-        found = lengthened(tensors, 300)
-        changed = [key for key in tensors if found[key].shape != tensors[key].shape]
+        longer = lengthened(tensors, 300)
+        changed = [key for key in tensors if longer[key].shape != tensors[key].shape]
         moments = {"embeddings.position", "exp_avg.embeddings.position", "exp_avg_sq.embeddings.position"}
         assert changed and {key.replace("generator_", "") for key in changed} <= moments
         for key in changed:
             old = tensors[key]
-            new = found[key]
+            new = longer[key]
             assert torch.equal(new[:128], old) and torch.equal(new[128:256], old) and torch.equal(new[256:], old[:44])
 
 
-def test_an_import_grows_when_its_training_starts(validation_corpus, tmp_path):
-    """Without a permission: nothing has been trained with other sizes here."""
+def test_import_lengthened_at_start_of_training(validation_corpus, tmp_path):
+    """It needs no permission, since nothing has been trained with other sizes in this run."""
     pretrain(validation_corpus, config=tiny_config("modern", **SMALL, **{"train.steps": "1"}), out=tmp_path / "first")
     export(tmp_path / "first", out=tmp_path / "out")
     import_(tmp_path / "out", out=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The scale of fp16's losses: when it changes, and that nothing else does."""
+"""The loss scale of fp16: it changes at the right steps, and nothing else changes."""
 
 import shutil
 
@@ -16,7 +16,7 @@ from electra_fast.training.pretrain import pretrain
 from electra_fast.training.run_tensors import split_state
 
 CPU = torch.device("cpu")
-# On a CPU the gradients of weights are fp16 too, so the initial scale is too high.
+# On a CPU, the gradients of weights are fp16 too, so the initial scale is too high.
 FP16 = {**EXACT, "train.precision": "fp16"}
 GOOD = torch.tensor(1.0)
 BAD = torch.tensor(torch.inf)
@@ -28,7 +28,7 @@ def assert_same_weights(run, other):
     assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeypatch):
+def test_scale_halves_on_overflow_and_grows_back(monkeypatch):
     monkeypatch.setattr(loss_scaling, "GROWTH_INTERVAL", 3)
     scaler = LossScaler(CPU)
 
@@ -36,7 +36,7 @@ def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeyp
         return [(float(scaler.adapt(norm)), float(scaler.scale / INITIAL_SCALE)) for norm in norms]
 
     assert scales([GOOD, BAD, GOOD, GOOD]) == [(0, 1), (1, 0.5), (0, 0.5), (0, 0.5)]
-    assert scales([GOOD] * 4) == [(0, 1), (0, 1), (0, 1), (0, 2)]  # three in a row each time
+    assert scales([GOOD] * 4) == [(0, 1), (0, 1), (0, 1), (0, 2)]  # after three consecutive good steps
     assert scales([torch.tensor(torch.nan)] * 17)[-1] == (1, 1 / INITIAL_SCALE) and not scaler.has_failed()
     scaler.adapt(BAD)
     assert scaler.has_failed() and float(scaler.scale) == 1
@@ -44,7 +44,7 @@ def test_the_scale_halves_at_overflows_and_doubles_after_many_good_steps(monkeyp
     assert float(scaler.scale) == loss_scaling.MAX_SCALE
 
 
-def test_scaled_training_is_unscaled_training_to_the_bit(exact_run, validation_corpus, tmp_path, monkeypatch):
+def test_scaled_training_bitwise_equal_to_unscaled(exact_run, validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_step, "loss_scaler", lambda *_: LossScaler(CPU))
     run = tmp_path / "run"
     pretrain(validation_corpus, config=tiny_config(**EXACT), out=run)
@@ -60,17 +60,17 @@ def fp16_run(validation_corpus, tmp_path_factory):
     return out
 
 
-def test_steps_that_overflow_are_skipped(fp16_run, exact_run):
-    """The rest trains as in fp32: the losses are those of the true scale."""
-    found = lines(fp16_run)
+def test_overflowing_steps_skipped(fp16_run, exact_run):
+    """The other steps train as in fp32, and reported losses are unscaled."""
+    records = lines(fp16_run)
     exact = lines(exact_run)
-    skipped = [line["skipped_steps"] for line in found]
-    assert 0 < sum(skipped) < 8 and found[-1]["loss_scale"] == INITIAL_SCALE / 2 ** sum(skipped)
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in exact], rel=0.03)
-    assert found[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.01)
+    skipped = [line["skipped_steps"] for line in records]
+    assert 0 < sum(skipped) < 8 and records[-1]["loss_scale"] == INITIAL_SCALE / 2 ** sum(skipped)
+    assert [line["loss"] for line in records] == pytest.approx([line["loss"] for line in exact], rel=0.03)
+    assert records[0]["grad_norm"] == pytest.approx(exact[0]["grad_norm"], rel=0.01)
 
 
-def test_a_resumed_run_has_the_scale_that_it_had(fp16_run, validation_corpus, tmp_path):
+def test_resumed_run_restores_scale(fp16_run, validation_corpus, tmp_path):
     run = shutil.copytree(fp16_run, tmp_path / "run")
     truncate(run, 21)
     pretrain(validation_corpus, config=tiny_config(**FP16), out=run)
@@ -78,20 +78,20 @@ def test_a_resumed_run_has_the_scale_that_it_had(fp16_run, validation_corpus, tm
 
 
 @pytest.mark.slow
-def test_ranks_scale_alike(fp16_run, server, validation_corpus, tmp_path):
+def test_ranks_have_equal_scales(fp16_run, server, validation_corpus, tmp_path):
     server.run(2, validation_corpus, tmp_path / "run", **FP16)
     assert lines(tmp_path / "run") == lines(fp16_run)
     assert_same_weights(tmp_path / "run", fp16_run)
 
 
-def test_the_tensors_of_a_step_are_told_from_those_of_the_optimizer():
-    """Those of a guard against spikes are in checkpoints of earlier versions."""
+def test_split_state_separates_scaler_from_optimizer():
+    """Checkpoints of earlier versions also have tensors of a guard against spikes."""
     names = ("exp_avg.x", "loss_scale.scale", "spikes.history")
-    own, step = split_state({name: torch.ones(1) for name in names})
-    assert (own.keys(), step.keys()) == ({"exp_avg.x"}, {"loss_scale.scale", "spikes.history"})
+    optimizer, step = split_state({name: torch.ones(1) for name in names})
+    assert (optimizer.keys(), step.keys()) == ({"exp_avg.x"}, {"loss_scale.scale", "spikes.history"})
 
 
-def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypatch):
+def test_constant_overflow_ends_run(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_step, "global_norm", lambda _: BAD)
     changes = {"train.precision": "fp16", "train.steps": "17", "train.eval_every": "0", "train.checkpoint_every": "50"}
     with pytest.raises(Diverged, match=r"fp16 even with a loss scale of 1 in steps 17-17 .*; there is no"):
@@ -99,7 +99,7 @@ def test_a_run_that_always_overflows_ends(validation_corpus, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_a_skipped_step_changes_nothing_and_one_that_is_taken_is_the_usual(name):
+def test_skipped_step_changes_nothing(name):
     rates = {"learning_rate": 0.1, "muon_learning_rate": 0.02}
     config = OptimizerConfig(name=name, bias_correction=True, warmup_steps=0, **rates)
     torch.manual_seed(0)

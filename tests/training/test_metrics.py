@@ -1,4 +1,4 @@
-"""Reported figures against their definitions written out."""
+"""Reported metrics, compared with their definitions."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from electra_fast.objectives import objective_of
 from electra_fast.training.diagnostics import MIN_STEPS, LastingWarning, warning
 from electra_fast.training.evaluate import area_under_curve
 
-# 1000 tokens, 100 masked, 80 replaced; 70 called replaced, 49 of them rightly.
+# 1000 tokens, 100 masked, 80 replaced; 70 predicted as replaced, 49 of them correctly.
 TOTALS = {
     "generator_loss": 400.0,
     "masked_weight": 100.0,
@@ -46,7 +46,7 @@ def test_metrics():
     assert metrics(predicted_positives=0.0, true_positives=0.0)["discriminator_precision"] == 0
 
 
-def test_area_under_curve_is_the_share_of_ordered_pairs():
+def test_area_under_curve_counts_ordered_pairs():
     random = np.random.default_rng(0)
     logits = random.integers(0, 20, 300).astype(np.float32)  # with ties, which count half
     labels = random.random(300) < 0.2
@@ -68,32 +68,34 @@ def test_warnings():
     assert majority > 0.25 and not said()
     assert "collapsed" in said(discriminator_loss=1000 * majority * 1.1)
     assert "nearly always right" in said(replaced=5.0)
-    assert "if unigram_auc stays at 0.5 too, lower" in said(true_positives=0.0, predicted_positives=0.0)
+    assert "if unigram_auc also stays at 0.5, lower" in said(true_positives=0.0, predicted_positives=0.0)
     assert warning(metrics("mlm")) is None
-    assert not said(replaced=1000.0)  # of masked tokens alone, all may be replaced at first: there is no other class
+    assert not said(
+        replaced=1000.0
+    )  # if only masked tokens count, all may be replaced at first, and there is only one class
 
 
 @pytest.mark.parametrize(
     ("window", "warmup", "bad_from", "first"),
     [(20, 0, 0, 200), (100, 0, 0, 300), (100, 250, 0, 500), (1, 0, 150, 250), (100, 0, 350, 500), (1000, 0, 0, 3000)],
 )
-def test_a_warning_lasts(window, warmup, bad_from, first):
-    """Not before 100 steps and the warmup, and over two windows and 100 steps; one that passes is none."""
+def test_warning_needs_two_windows(window, warmup, bad_from, first):
+    """Warnings start after the warmup and 100 steps, and must hold in two windows and over 100 steps."""
     warnings = LastingWarning(10**6)
     bad = metrics(true_positives=0.0, predicted_positives=0.0)
     said = []
     for step in range(window, 5000, window):
-        found = (bad if step > bad_from else metrics()) | {"step": step}
-        if warnings.take(found, window, max(MIN_STEPS, warmup)):
+        record = (bad if step > bad_from else metrics()) | {"step": step}
+        if warnings.take(record, window, max(MIN_STEPS, warmup)):
             said.append(step)
     assert said == [first]
     passing = (
         bad | {"step": step} if step // 100 % 2 else metrics() | {"step": step} for step in range(100, 5000, 100)
     )
-    assert not any(warnings.take(found, 100, 0) for found in passing)
+    assert not any(warnings.take(record, 100, 0) for record in passing)
 
 
-def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
+def test_json_lines_truncated_to_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)) + '{"step": 4')
     with JsonLines(path, last_step=20) as log:
@@ -106,7 +108,7 @@ def test_json_lines_are_cut_back_to_the_checkpoint(tmp_path):
     "garbage",
     [b"garbage", b'{"step": 20', b'{"loss": 1}', b"[1]", b"\xff\x00", b'{"step": "2"}', b'{"step": 2, "loss": "x"}'],
 )
-def test_a_garbage_line_is_named_and_nothing_dropped(tmp_path, garbage):
+def test_malformed_line_reported_without_truncation(tmp_path, garbage):
     path = tmp_path / "metrics.jsonl"
     content = b'{"step": 10}\n\n' + garbage + b'\n{"step": 30}\n{"st'
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A run's mirror in an S3 server on the loopback: resumed from it to the bit, and never in the way of training."""
+"""A run's mirror in a local S3 server: resuming from it is bitwise exact, and it never delays training."""
 
 import contextlib
 import os
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def url(s3, monkeypatch, tmp_path):
-    """The mirror of a test."""
+    """The URL of a test's mirror."""
     object_store.use(s3, monkeypatch)
     monkeypatch.setenv("ELECTRA_FAST_RETRY_SECONDS", "1")
     return f"s3://bucket/{tmp_path.name}/run"
 
 
 def train(corpus, out, url, stop_at=None, **options):
-    """Trains `tiny_run` with a mirror, to the step after a log line, or to the end; returns the step."""
+    """Trains `tiny_run` with a mirror, to the step after `stop_at` or to the end; returns the step."""
 
     def stop(record):
         if record["step"] == stop_at:
@@ -50,7 +50,7 @@ def train(corpus, out, url, stop_at=None, **options):
 
 
 def mirrored(url):
-    """The steps of the whole checkpoints in a mirror."""
+    """Returns the steps of the complete checkpoints in a mirror."""
     return sorted(step for step, names in mirror._checkpoints(url).items() if "state.json" in names)
 
 
@@ -62,12 +62,12 @@ def fetch(url, folder):
     return folder
 
 
-def test_a_run_resumes_on_an_empty_machine_to_the_bit(whole_run, validation_corpus, tmp_path, url, capsys):
+def test_resume_on_empty_machine_is_bitwise_equal(whole_run, validation_corpus, tmp_path, url, capsys):
     assert train(validation_corpus, tmp_path / "run", url, stop_at=4) == 5
     shutil.rmtree(tmp_path / "run")
     arguments = (validation_corpus, "--out", tmp_path / "run", "--train.mirror", url)
-    found = electra_fast("pretrain", *arguments)  # the mirror has the configuration
-    assert found.returncode == 0 and f"{url}: downloaded step-5\n" in found.stderr, found.stderr
+    process = electra_fast("pretrain", *arguments)  # the mirror has the configuration
+    assert process.returncode == 0 and f"{url}: downloaded step-5\n" in process.stderr, process.stderr
     assert_same_run(tmp_path / "run", whole_run)
     assert len(mirrored(url)) == 2 and mirrored(url)[-1] == STEPS and not (tmp_path / "run/.mirror").exists()
     copy = fetch(url, tmp_path / "copy")
@@ -81,7 +81,7 @@ def test_a_run_resumes_on_an_empty_machine_to_the_bit(whole_run, validation_corp
     ef.export(tmp_path / "run", out=tmp_path / "export")  # the tokenizer is there too
 
 
-def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, validation_corpus, tmp_path, url, capsys):
+def test_damaged_and_incomplete_checkpoints_skipped(whole_run, validation_corpus, tmp_path, url, capsys):
     train(validation_corpus, tmp_path / "run", url, stop_at=8)
     earlier, last = mirrored(url)
     assert last == 9
@@ -100,12 +100,12 @@ def test_a_damaged_checkpoint_and_an_incomplete_one_are_skipped(whole_run, valid
     assert steps == sorted(mirror._checkpoints(url)) and steps[-1] == STEPS
     for step in steps:
         delete_objects(f"{url}/checkpoints/step-{step}", ["model.safetensors"])
-    with pytest.raises(InputError, match=r"no intact checkpoint: .*model.safetensors: missing; give another"):
-        train(validation_corpus, tmp_path / "other", url)  # nothing begins again
+    with pytest.raises(InputError, match=r"no intact checkpoint: .*model.safetensors: missing; choose another"):
+        train(validation_corpus, tmp_path / "other", url)  # no new run starts
     assert mirrored(url) == steps
 
 
-def test_the_newer_side_wins(whole_run, validation_corpus, tmp_path, url, capsys):
+def test_newer_side_wins(whole_run, validation_corpus, tmp_path, url, capsys):
     train(validation_corpus, tmp_path / "run", url, stop_at=8)
     shutil.copytree(tmp_path / "run", tmp_path / "old")
     train(validation_corpus, tmp_path / "run", url, stop_at=16)
@@ -118,41 +118,41 @@ def test_the_newer_side_wins(whole_run, validation_corpus, tmp_path, url, capsys
     train(validation_corpus, tmp_path / "run", url)
     assert "downloaded" not in capsys.readouterr().err
     train(validation_corpus, tmp_path / "older", url, from_step=6, stop_at=12)
-    assert mirrored(url)[-1] == 13  # what came after step 6 is gone
+    assert mirrored(url)[-1] == 13  # later checkpoints of the earlier session are gone
 
 
-def test_the_mirror_of_another_run_is_refused(validation_corpus, tmp_path, url):
+def test_mirror_of_another_run_refused(validation_corpus, tmp_path, url):
     train(validation_corpus, tmp_path / "run", url, stop_at=4)
     train(validation_corpus, tmp_path / "other", "", stop_at=4)
     before = list_objects(url)
-    with pytest.raises(InputError, match=f"{url}: the mirror of another run than .*other; give another"):
+    with pytest.raises(InputError, match=f"{url}: the mirror of a run other than .*other; choose another"):
         train(validation_corpus, tmp_path / "other", url)
-    with pytest.raises(InputError, match=r"started with train.seed = 0, now it is 1"):
+    with pytest.raises(InputError, match=r"train.seed = 1, but this run was started with 0"):
         train(validation_corpus, tmp_path / "third", url, **{"train.seed": "1"})
-    with pytest.raises(InputError, match=r"holds run/.* but no mirror of a run; choose an empty place"):
+    with pytest.raises(InputError, match=r"contains run/.* but no mirror of a run; choose an empty prefix"):
         train(validation_corpus, tmp_path / "fourth", url.removesuffix("/run"))
     assert list_objects(url) == before
     shutil.rmtree(tmp_path / "other")
     mirror.replace_file(tmp_path / "mirror.json", "")
     upload(str(tmp_path / "mirror.json"), f"{url}/mirror.json")
-    with pytest.raises(InputError, match=r"mirror.json: names no run"):
+    with pytest.raises(InputError, match=r"mirror.json: has no id of a run"):
         train(validation_corpus, tmp_path / "other", url)
 
 
-def test_a_session_that_another_has_taken_over_copies_nothing_more(validation_corpus, tmp_path, url, capsys):
+def test_superseded_session_stops_copying(validation_corpus, tmp_path, url, capsys):
     def take_over(event):
         if event["step"] == 6:
             shutil.copytree(tmp_path / "run", tmp_path / "later", ignore=shutil.ignore_patterns(".mirror"))
             mirror.claim(tmp_path / "later", url, None)
 
     train(validation_corpus, tmp_path / "run", url, on_checkpoint=take_over)
-    assert capsys.readouterr().err.count("mirror.json names another session") == 1
+    assert capsys.readouterr().err.count("mirror.json is missing or names another session") == 1
     assert mirrored(url)[-1] <= 6
 
 
 @contextlib.contextmanager
 def mirroring(run, url):
-    """A run's mirror and the writer of its checkpoints, and a function that saves the checkpoint of a step."""
+    """Yields a run's mirror, and a function that saves the checkpoint of a step."""
     (run / "tokenizer").mkdir(parents=True)
     mirror.claim(run, url, None)
     x = {"x": torch.ones(8)}
@@ -165,7 +165,7 @@ def mirroring(run, url):
         yield copies, save
 
 
-def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monkeypatch):
+def test_training_never_waits_for_copies(tmp_path, url, monkeypatch):
     reached = threading.Event()
     go = threading.Event()
     copied = []
@@ -187,36 +187,36 @@ def test_training_never_waits_and_what_is_being_copied_stays(tmp_path, url, monk
             assert reached.wait(60)
         assert checkpoint_folder.steps(run) == [3] and not copied and not copies.wait_up_to(0)
         go.set()
-        assert copies.wait_up_to(60) and copied == ["step-1", "step-3"]  # not those that have waited for long
+        assert copies.wait_up_to(60) and copied == ["step-1", "step-3"]  # step 2 was replaced while it waited
     assert mirrored(url) == [3] and not copies.problems
 
 
-def test_a_mirror_keeps_the_newest_checkpoints_and_the_best_which_come_back_together(tmp_path, url):
+def test_newest_and_best_checkpoints_mirrored(tmp_path, url):
     run = tmp_path / "run"
-    kept = []
+    steps = []
     with mirroring(run, url) as (copies, save):
         for step, best in ((1, 1), (2, 1), (3, 1), (4, 4)):
             save(step, best)
             assert copies.wait_up_to(60)
-            kept.append(mirrored(url))
-            assert kept[-1] == checkpoint_folder.steps(run)
+            steps.append(mirrored(url))
+            assert steps[-1] == checkpoint_folder.steps(run)
             mirror.restore(tmp_path / f"copy-{step}", url, goes_back=False)
-            assert checkpoint_folder.steps(tmp_path / f"copy-{step}") == kept[-1]
-    assert kept == [[1], [1, 2], [1, 3], [4]]
+            assert checkpoint_folder.steps(tmp_path / f"copy-{step}") == steps[-1]
+    assert steps == [[1], [1, 2], [1, 3], [4]]
 
 
 @pytest.mark.parametrize("place", ["s3://no-such-bucket/run", "runs/here"])
-def test_a_wrong_mirror_is_one_line_before_training(validation_corpus, tmp_path, url, place):
-    found = electra_fast(*tiny_run.command(validation_corpus, tmp_path / "run", **{"train.mirror": place})[3:])
-    assert found.returncode == 2 and place in found.stderr and found.stderr.count("\n") == 1, found.stderr
+def test_invalid_url_refused_before_training(validation_corpus, tmp_path, url, place):
+    process = electra_fast(*tiny_run.command(validation_corpus, tmp_path / "run", **{"train.mirror": place})[3:])
+    assert process.returncode == 2 and place in process.stderr and process.stderr.count("\n") == 1, process.stderr
     assert not checkpoint_folder.steps(tmp_path / "run")
 
 
-def test_an_outage_ends_nothing_and_the_next_copy_tries_again(whole_run, validation_corpus, tmp_path, url, capsys):
+def test_outage_is_retried_with_next_copy(whole_run, validation_corpus, tmp_path, url, capsys):
     with object_store.running() as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", store.endpoint)
         patch.setenv("ELECTRA_FAST_RETRY_SECONDS", "0")
-        kept = []
+        saved = []
         has_failed = threading.Event()
         fail = mirror.Mirror._fail
         patch.setattr(mirror.Mirror, "_fail", lambda *arguments: (fail(*arguments), has_failed.set()))
@@ -224,12 +224,12 @@ def test_an_outage_ends_nothing_and_the_next_copy_tries_again(whole_run, validat
         def fail_for_a_while(event):
             if event["step"] == 6:
                 objects = {name: (fetch(url, tmp_path / "saved") / name).read_bytes() for name, _ in list_objects(url)}
-                kept.extend(objects.items())
+                saved.extend(objects.items())
                 store.stop()
             if event["step"] == 18:
                 assert has_failed.wait(60)
                 store.start()
-                for name, content in kept:
+                for name, content in saved:
                     store.put(f"{url.removeprefix('s3://')}/{name}", content)
 
         assert train(validation_corpus, tmp_path / "run", url, on_checkpoint=fail_for_a_while) == STEPS
@@ -238,7 +238,7 @@ def test_an_outage_ends_nothing_and_the_next_copy_tries_again(whole_run, validat
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_store_that_dies_leaves_a_run_that_ends_as_usual(whole_run, validation_corpus, tmp_path, url, capsys):
+def test_dead_store_does_not_end_run(whole_run, validation_corpus, tmp_path, url, capsys):
     with object_store.running() as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", store.endpoint)
 
@@ -253,7 +253,7 @@ def test_a_store_that_dies_leaves_a_run_that_ends_as_usual(whole_run, validation
     assert not (tmp_path / "run/.mirror").exists()
 
 
-def test_a_signal_leaves_the_newest_checkpoint_in_the_mirror(whole_run, validation_corpus, tmp_path, url):
+def test_signal_mirrors_newest_checkpoint(whole_run, validation_corpus, tmp_path, url):
     def interrupt(record):
         if record["step"] == 8:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -267,7 +267,7 @@ def test_a_signal_leaves_the_newest_checkpoint_in_the_mirror(whole_run, validati
     assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_ranks_resume_from_a_mirror(server, exact_run, validation_corpus, tmp_path, url):
+def test_ranks_resume_from_mirror(server, exact_run, validation_corpus, tmp_path, url):
     options = tiny_run.EXACT | {"train.mirror": url}
     train(validation_corpus, tmp_path / "run", url, stop_at=8, **tiny_run.EXACT)
     shutil.rmtree(tmp_path / "run")
@@ -278,9 +278,11 @@ def test_ranks_resume_from_a_mirror(server, exact_run, validation_corpus, tmp_pa
     assert all(map(torch.equal, tiny_run.weights(tmp_path / "run").values(), tiny_run.weights(exact_run).values()))
 
 
-def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
-    found = electra_fast("export", whole_run, "--out", url)
-    assert found.returncode == 0 and f"{url}: discriminator, encoder, generator load with" in found.stdout, found.stderr
+def test_export_to_store_loads_after_download(whole_run, tmp_path, url):
+    process = electra_fast("export", whole_run, "--out", url)
+    assert process.returncode == 0 and f"{url}: discriminator, encoder, generator load with" in process.stdout, (
+        process.stderr
+    )
     ef.export(whole_run, out=tmp_path / "local")
     copy = fetch(url, tmp_path / "copy")
     assert sorted(path.name for path in copy.iterdir()) == ["discriminator", "encoder", "generator"]
@@ -288,8 +290,8 @@ def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
         assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
     AutoModel.from_pretrained(copy / "encoder")
     upload(str(copy / "encoder/config.json"), f"{url}/generator/added_tokens.json")
-    delete_objects(url, ["encoder/config.json"])  # as if the upload had been cut off
-    assert ef.export(whole_run, out=url).out == url  # replaces what an earlier export has left
+    delete_objects(url, ["encoder/config.json"])  # as if the upload had been interrupted
+    assert ef.export(whole_run, out=url).out == url  # replaces the remains of an earlier export
     assert [name for name, _ in list_objects(url)] == sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
     for name, message in {"encoder/notes": "encoder/notes is not of the earlier", "notes": "not empty and not"}.items():
         upload(str(copy / "encoder/config.json"), f"{url}/{name}")
@@ -298,7 +300,7 @@ def test_an_export_to_a_store_loads_after_a_download(whole_run, tmp_path, url):
         assert name in dict(list_objects(url))
 
 
-def test_an_export_that_cannot_be_uploaded_is_kept(whole_run, tmp_path, url, monkeypatch):
+def test_failed_upload_keeps_export(whole_run, tmp_path, url, monkeypatch):
     made = []
 
     def write(*arguments, **options):
@@ -315,5 +317,5 @@ def test_an_export_that_cannot_be_uploaded_is_kept(whole_run, tmp_path, url, mon
             OSError, match=rf"{url}: not written: .*; the export is in ({tmp_path}\S*), from where"
         ) as caught:
             ef.export(whole_run, out=url)
-    (kept,) = tmp_path.glob("electra-fast-export-*/export")
-    assert str(kept) in str(caught.value) and AutoModel.from_pretrained(kept / "encoder")
+    (export_folder,) = tmp_path.glob("electra-fast-export-*/export")
+    assert str(export_folder) in str(caught.value) and AutoModel.from_pretrained(export_folder / "encoder")

@@ -1,4 +1,4 @@
-"""Training as a user runs it: from start to end, killed, evaluated, gone wrong."""
+"""Training runs as users start them: complete, killed, evaluated, and with mistakes."""
 
 import json
 import re
@@ -30,7 +30,7 @@ from electra_fast.training.pretrain import PretrainResult, pretrain
 from electra_fast.training.reporting import words_to_mask
 
 
-def test_metrics_have_the_promised_keys(whole_run):
+def test_metrics_have_documented_keys(whole_run):
     record = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[0])
     promised = (
         "step loss generator_loss discriminator_loss generator_accuracy discriminator_accuracy discriminator_precision "
@@ -58,23 +58,23 @@ RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": 
         (["shards:1", "own.toml:2"], {}, "own.toml: a configuration is given with --config"),
         ("shards", {"device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
         ("shards", {"device": "cuda:99"}, "device = 'cuda:99': this machine has "),
-        ("shards", {"device": "cuda:0", "ranks": RANKS}, "each rank takes the GPU of its number"),
+        ("shards", {"device": "cuda:0", "ranks": RANKS}, "each rank chooses its GPU"),
         ("shards", {"device": "cuda:0", "ranks": RANKS | {"RANK": "1"}}, None),
     ],
 )
-def test_a_wrong_first_argument_or_device_is_refused_before_there_is_a_run(
+def test_invalid_arguments_refused_before_run_exists(
     corpus, options, message, validation_corpus, tmp_path, monkeypatch
 ):
     for name, value in options.pop("ranks", {"WORLD_SIZE": ""}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    given = validation_corpus if corpus == "shards" else corpus
+    argument = validation_corpus if corpus == "shards" else corpus
     with pytest.raises(InputError if message else ReportedElsewhere, match=message):
-        pretrain(given, config=tiny_config(), out=tmp_path / "run", **options)
+        pretrain(argument, config=tiny_config(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_first_rank_alone_prints_the_result(monkeypatch, capsys):
+def test_only_first_rank_prints_result(monkeypatch, capsys):
     result = PretrainResult(Path("run"), 3, is_finished=False)
     monkeypatch.setattr("electra_fast.training.pretrain.pretrain", lambda *_, **__: result)
     for name, value in (RANKS | {"MASTER_PORT": "1"}).items():
@@ -84,18 +84,22 @@ def test_the_first_rank_alone_prints_the_result(monkeypatch, capsys):
         assert main(["pretrain", "shards"]) == 75 and capsys.readouterr().out == printed
 
 
-def test_another_seed_is_another_run(whole_run, validation_corpus, tmp_path):
+def test_seed_changes_losses(whole_run, validation_corpus, tmp_path):
     pretrain(validation_corpus, config=tiny_config(**{"train.seed": "1"}), out=tmp_path / "run")
     assert lines(tmp_path / "run")[0]["loss"] != lines(whole_run)[0]["loss"]
 
 
-def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path):
-    """Before there is a checkpoint, when one has just been begun, and with a log line that is in none."""
+def test_resume_after_sigkill(server, whole_run, validation_corpus, tmp_path):
+    """Killed before the first checkpoint, while a checkpoint is written, and after a log line without a checkpoint."""
     out = tmp_path / "run"
     for step, resumed in ((2, []), (9, []), (20, [6, 9]), (STEPS, [15, 18])):
         fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/0"}
-        (said,) = server.end(server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL)
-        assert not resumed or any(f"resumes at step {each} of {STEPS}" in said for each in resumed), said
+        (said,) = server.wait_for_exit(
+            server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL
+        )
+        assert not resumed or any(
+            f"resumes at step {step_of_checkpoint} of {STEPS}" in said for step_of_checkpoint in resumed
+        ), said
     assert_same_run(out, whole_run)
 
 
@@ -103,23 +107,23 @@ def test_kill_nine_loses_nothing(server, whole_run, validation_corpus, tmp_path)
     ("text", "size", "whole_words", "spans"),
     [
         ("the broken tokens of longer words", 40, "", ""),
-        ("中文的文字之间没有空格所以分词是一个问题", 60, "100.0% of the tokens are words by themselves .* span", ""),
+        ("中文的文字之间没有空格所以分词是一个问题", 60, "100.0% of the tokens are whole words .* span", ""),
         ("ข้าวเช้าทุกวันที่บ้านของฉันมีแมวสี่ตัว ฉัน", 60, "of more than 10 tokens, .* tokens", "of more than 10 tokens, .* tokens"),
     ],
 )
-def test_masks_of_words_that_do_nothing_are_told(tmp_path, text, size, whole_words, spans):
-    """Chinese characters are words by themselves; without spaces, the words of Thai are longer than the budget."""
+def test_warning_if_word_masking_has_no_effect(tmp_path, text, size, whole_words, spans):
+    """Each Chinese character is a word. Thai has no spaces, so its words exceed the budget of masked tokens."""
     ef.vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
     prepare(iter([f"{text}\n" * 9]), vocab=tmp_path, out=tmp_path / "shards", progress=False)
     for masking, said in [("whole-word", whole_words), ("span", spans)]:
         changes = {"data.masking": masking, "data.corpus": str(tmp_path / "shards"), "data.sequence_length": "64"}
         config = tiny_config(**changes)
-        told = list(words_to_mask(config, Mixture(config.data.corpus)))
-        assert len(told) == (said != "") and all(re.search(said, line) for line in told), told
+        warnings = list(words_to_mask(config, Mixture(config.data.corpus)))
+        assert len(warnings) == (said != "") and all(re.search(said, line) for line in warnings), warnings
 
 
-def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
-    """Since such a run looks good by its numbers: they are easy to predict."""
+def test_warning_about_unknown_tokens_at_start(tmp_path, capfd):
+    """Unknown tokens are easy to predict, so the metrics of such a run look good."""
     vocab = tmp_path / "vocab.txt"
     ef.vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
     text = "the broken tokens of longer words " * 9
@@ -136,27 +140,26 @@ def test_a_run_on_unknown_tokens_is_told_when_it_starts(tmp_path, capfd):
         assert ("[UNK]" in (out / "warnings.jsonl").read_text()) == said
 
 
-def test_a_run_whose_steps_are_slower_than_checked_says_so_once(validation_corpus, tmp_path, monkeypatch):
+def test_slow_steps_reported_once(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "expected_seconds", lambda *_: 1e-6)
     pretrain(validation_corpus, config=tiny_config(**{"train.steps": "12"}), out=tmp_path / "run")
-    (found,) = (each for each in lines(tmp_path / "run", "warnings.jsonl") if " when kernels were " in each["message"])
-    assert found["step"] == 8
+    (record,) = (line for line in lines(tmp_path / "run", "warnings.jsonl") if " when kernels were " in line["message"])
+    assert record["step"] == 8
 
 
-def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
-    """As counted from the rows themselves; only where it starts, and only of the packing that drops anything."""
-    kept = 0
+def test_tokens_dropped_by_packing_reported(tiny_corpus, tmp_path, capsys):
+    """The number matches the rows. It is reported only at a run's start, and only for the packing that drops tokens."""
+    num_kept = 0
     for rows in BatchLoader(tiny_corpus, sequence_length=16, batch_size=8, seed=0, packing="examples", epochs=1):
         batch = to_torch(rows)
         cls_and_sep = (batch["input_ids"] == 2) | (batch["input_ids"] == 3)
-        kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
+        num_kept += int(((batch["segment_ids"] > 0) & ~cls_and_sep).sum())
     num_tokens = Corpus(tiny_corpus).num_tokens
     config = tiny_config(**{"train.steps": "2", "train.checkpoint_every": "1"})
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
-    assert 0 < kept < num_tokens
-    said = (
-        f'data.packing = "examples" drops {num_tokens - kept:,} of {num_tokens:,} tokens ({1 - kept / num_tokens:.1%}) '
-    )
+    assert 0 < num_kept < num_tokens
+    num_dropped = num_tokens - num_kept
+    said = f'data.packing = "examples" drops {num_dropped:,} of {num_tokens:,} tokens ({num_dropped / num_tokens:.1%}) '
     assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
@@ -164,10 +167,10 @@ def test_a_run_says_what_its_packing_drops(tiny_corpus, tmp_path, capsys):
     assert "drops" not in capsys.readouterr().err
 
 
-def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpus):
+def test_evaluate_passes_once_over_validation_set(whole_run, validation_corpus):
     figures = evaluate(whole_run, validation_corpus)
     validation = contents(validation_corpus / "holdout", "examples", 16, seed=SEED)
-    # Every token that the packing keeps once, and two or three special tokens per example.
+    # Each token that the packing keeps counts once, plus two or three special tokens per example.
     assert figures["rows"] == validation.rows
     assert figures["tokens"] - validation.tokens in range(2 * validation.rows, 3 * validation.rows)
     assert figures == evaluate(whole_run, validation_corpus)
@@ -176,7 +179,7 @@ def test_evaluate_is_one_pass_over_the_held_out_part(whole_run, validation_corpu
 
 
 @pytest.mark.process
-def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_path, monkeypatch):
+def test_padded_table_trains_resumes_and_exports(validation_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("electra_fast.training.parallel_step.choose_num_processes", lambda *_: 2)
     size = Corpus(validation_corpus).vocab_size + 6
     few = {"model.vocab_size": str(size), "train.steps": "2", "train.eval_every": "0"}
@@ -187,12 +190,12 @@ def test_a_padded_table_trains_resumes_and_is_exported(validation_corpus, tmp_pa
     table = read_model(tmp_path / "again").generator_head.bias
     assert len(table) == size and table[:-6].all() and not table[-6:].any()
     few["model.vocab_size"] = str(size - 7)
-    with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}, but the corpus was prepared with {size - 6}"):
+    with pytest.raises(ValueError, match=f"model.vocab_size = {size - 7}: must be at least {size - 6}, the size of"):
         pretrain(validation_corpus, config=tiny_config(**few), out=tmp_path / "smaller")
 
 
-def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validation_corpus, tmp_path):
-    """Where all logits lie about the class shares' and so near each other that bf16 cannot tell them apart."""
+def test_bf16_auc_in_training_matches_evaluate(validation_corpus, tmp_path):
+    """All logits are close to the logit of the class frequencies, too close for bf16 to distinguish."""
     config = tiny_config("modern", **{"train.steps": "8", "data.packing": "best-fit", "train.precision": "bf16"})
     pretrain(validation_corpus, config=config, out=tmp_path / "run")
     model = read_model(tmp_path / "run")
@@ -207,7 +210,7 @@ def test_the_auc_while_training_in_bf16_is_the_one_that_evaluate_finds(validatio
     assert figures["discriminator_auc"] == pytest.approx(expected["discriminator_auc"], abs=0.01)
 
 
-def test_nan_is_said_and_not_saved(validation_corpus, tmp_path):
+def test_nan_reported_and_not_saved(validation_corpus, tmp_path):
     hot = {"optimizer.learning_rate": "1e30", "optimizer.warmup_steps": "0", "train.checkpoint_every": "1"}
     with pytest.raises(TrainingFailed, match=r"became nan or infinite in steps \d+-\d+; step-\d+ is the last good"):
         pretrain(validation_corpus, config=tiny_config(**hot), out=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Resuming a run: what may change and what comes of it, what is refused, and damaged checkpoints."""
+"""Resuming a run: allowed changes and their effects, refused changes, and damaged checkpoints."""
 
 import json
 import re
@@ -32,17 +32,19 @@ def records_of_changes(run):
     return [(record["step"], record["changes"]) for record in records]
 
 
-def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folder_alone(run, validation_corpus, capsys):
-    """The change is on record before the first checkpoint that has it."""
+def test_finished_run_extended_and_resumed_by_folder(run, validation_corpus, capsys):
+    """The change is recorded before the first checkpoint that includes it."""
     before = shutil.copytree(run, run.with_name("before"))
     longer = tiny_config(**{"train.steps": str(2 * STEPS)})
-    with pytest.raises(ValueError, match=rf"train.steps = 20, but this run is at step {STEPS} already; give at"):
+    with pytest.raises(ValueError, match=rf"train.steps = 20: must be at least {STEPS}, the step of this run; raise"):
         pretrain(validation_corpus, config=tiny_config(**{"train.steps": "20"}), out=run)
     assert pretrain(validation_corpus, config=longer, out=run).step == 2 * STEPS
-    told = said(capsys)
+    messages = said(capsys)
     optimizer = Config.load(run / "config.toml").optimizer
     first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
-    assert f"the learning rate of step {STEPS} is {first:.3g} (it was 0) and falls to 0 at step {2 * STEPS}" in told
+    assert (
+        f"the learning rate at step {STEPS} is {first:.3g} (before: 0) and falls to 0 at step {2 * STEPS}" in messages
+    )
     assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
     assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
     assert records_of_changes(run) == [(STEPS, {"train.steps": [STEPS, 2 * STEPS]})]
@@ -53,8 +55,8 @@ def test_a_finished_run_is_continued_and_a_killed_extension_resumes_by_its_folde
     assert_same_run(run, unkilled)
 
 
-def test_without_a_configuration_it_is_the_runs_own(run, tmp_path, monkeypatch):
-    """In Python as by the command; what the hardware chose is chosen anew if it cannot run here."""
+def test_configuration_defaults_to_recorded_one(run, tmp_path, monkeypatch):
+    """In Python as on the command line. Hardware choices that cannot run on this machine are made again."""
     saved = run / "config.toml"
     saved.write_text(saved.read_text().replace('execution = "eager"', 'execution = "graph"'))
     result = pretrain(out=run, overrides={"steps": STEPS + 2})
@@ -67,10 +69,12 @@ def test_without_a_configuration_it_is_the_runs_own(run, tmp_path, monkeypatch):
 
 
 class TestAllowedChanges:
-    def test_they_are_recorded_and_have_an_effect(self, run, validation_corpus, monkeypatch, capsys):
-        """Even if the run is killed before the first checkpoint after them, by one permission; also taken back."""
+    def test_recorded_and_effective(self, run, validation_corpus, monkeypatch, capsys):
+        """One permission is enough, even after a kill before the next checkpoint. Reverting is a change, too."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
-        with pytest.raises(ValueError, match=r"learning_rate = 0.001, now it is 0.002; .* pass --allow-changes"):
+        with pytest.raises(
+            ValueError, match=r"learning_rate = 0.002, but this run was started with 0.001; .* pass --allow-changes"
+        ):
             pretrain(validation_corpus, config=changed, out=run)
         assert not (run / "changes.jsonl").exists()
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -84,14 +88,14 @@ class TestAllowedChanges:
         assert saved.optimizer.learning_rate == 2e-3
         assert lines(run)[6]["learning_rate"] == pytest.approx(2e-3 * lr_scale(saved.optimizer, 27, 36))
         back = tiny_config(**{"train.steps": "36"})
-        with pytest.raises(ValueError, match=r"learning_rate = 0.002, now it is 0.001"):
+        with pytest.raises(ValueError, match=r"learning_rate = 0.001, but this run was started with 0.002"):
             pretrain(validation_corpus, config=back, out=run)
         pretrain(validation_corpus, config=back, out=run, allow_changes=True)
         assert records_of_changes(run)[1] == (36, {"optimizer.learning_rate": [2e-3, 1e-3]})
 
     @pytest.mark.parametrize(("key", "value"), [("data.sequence_length", "32"), ("train.seed", "5")])
-    def test_other_rows_start_another_epoch(self, run, validation_corpus, capsys, key, value):
-        """And an earlier packing is remembered: it has trained token type 1."""
+    def test_changed_rows_start_new_epoch(self, run, validation_corpus, capsys, key, value):
+        """And the state records that an earlier packing has trained token type 1."""
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert pretrain(validation_corpus, config=changed, out=run, allow_changes=True).step == 28
@@ -100,7 +104,7 @@ class TestAllowedChanges:
         assert state.token_type_1_trained and state.loader["epoch"] > before["epoch"]
         assert (state.loader["options"], state.loader["seed"]) != (before["options"], before["seed"])
 
-    def test_another_corpus_of_the_same_vocabulary(self, run, validation_corpus, tiny_corpus):
+    def test_other_corpus_with_same_vocabulary(self, run, validation_corpus, tiny_corpus):
         with pytest.raises(ValueError, match=r"content hash .*--allow-changes"):
             pretrain(tiny_corpus, config=tiny_config(), out=run)
         longer = tiny_config(**{"train.steps": "28"})
@@ -118,19 +122,19 @@ class TestAllowedChanges:
             ("objective.corrective_weight", "1"),
         ],
     )
-    def test_sizes_and_objective_never_change(self, whole_run, validation_corpus, key, value):
+    def test_sizes_and_objective_fixed(self, whole_run, validation_corpus, key, value):
         with pytest.raises(ValueError, match=rf"{key} = .*another model or optimizer state"):
             pretrain(validation_corpus, config=tiny_config(**{key: value}), out=whole_run, allow_changes=True)
 
-    def test_threads_and_prefetching_may_change(self, whole_run, run, validation_corpus):
+    def test_threads_and_prefetch_free(self, whole_run, run, validation_corpus):
         shutil.rmtree(checkpoint_folder.latest(run))
         changed = tiny_config(**{"data.num_threads": "3", "data.prefetch": "1"})
         pretrain(validation_corpus, config=changed, out=run)
         assert_same_run(run, whole_run)
         assert not (run / "changes.jsonl").exists()
 
-    def test_former_names_of_values_stay_what_they_are(self, whole_run, run, validation_corpus):
-        """Files name masking and packing as older releases did: the run keeps its place in the stream of rows."""
+    def test_former_value_names_accepted(self, whole_run, run, validation_corpus):
+        """With the names of masking and packing of older releases, a run keeps its position in the stream of rows."""
         shutil.rmtree(checkpoint_folder.latest(run))
         newest = checkpoint_folder.latest(run)
         state = checkpoint_folder.read_state(newest)
@@ -142,12 +146,14 @@ class TestAllowedChanges:
         checkpoint_folder.seal(newest, state)
         faster = tiny_config(**{"optimizer.learning_rate": "2e-3"})
         pretrain(validation_corpus, config=faster, out=run, allow_changes=True)
-        ours, whole = (checkpoint_folder.read_state(checkpoint_folder.latest(each)).loader for each in (run, whole_run))
+        ours, whole = (
+            checkpoint_folder.read_state(checkpoint_folder.latest(folder)).loader for folder in (run, whole_run)
+        )
         assert ours == whole and [*records_of_changes(run)[0][1]] == ["optimizer.learning_rate"]
 
 
 class TestDamage:
-    def test_a_checkpoint_of_another_format_is_refused(self, run, validation_corpus, monkeypatch):
+    def test_other_checkpoint_format_refused(self, run, validation_corpus, monkeypatch):
         newest = checkpoint_folder.latest(run)
         state = checkpoint_folder.read_state(newest)
         (newest / "state.json").unlink()
@@ -157,27 +163,29 @@ class TestDamage:
         with pytest.raises(ValueError, match=r"state.json: format 1, and this version of electra-fast reads format 2"):
             pretrain(validation_corpus, config=tiny_config(), out=run)
 
-    def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(self, whole_run, run, validation_corpus, capsys):
-        """It is named by a command that is refused, too."""
+    def test_damaged_newest_checkpoint_falls_back(self, whole_run, run, validation_corpus, capsys):
+        """A command that is refused also reports the damage."""
         path = run / "checkpoints/step-24/optimizer.safetensors"
         damaged = bytearray(path.read_bytes())
         damaged[len(damaged) // 2] ^= 4
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="allow-changes"):
             pretrain(validation_corpus, config=tiny_config(**{"optimizer.learning_rate": "2e-3"}), out=run)
-        told = said(capsys)
-        assert f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in told
+        messages = said(capsys)
+        assert (
+            f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in messages
+        )
         assert pretrain(validation_corpus, config=tiny_config(), out=run).step == STEPS
         assert "resumes at step 21 of 24" in said(capsys)
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
 
-    def test_a_broken_record_of_changes_is_named(self, run, validation_corpus):
+    def test_malformed_change_record_reported(self, run, validation_corpus):
         (run / "changes.jsonl").write_text('{"step": 3, "changes": {}}\n{"step": 24}\n')
-        with pytest.raises(ValueError, match=r"changes.jsonl: line 2 is not a record of changes"):
+        with pytest.raises(ValueError, match=r"changes.jsonl: line 2: not a record of changes"):
             pretrain(validation_corpus, config=tiny_config(), out=run)
 
-    def test_no_intact_checkpoint_is_no_new_run(self, run, validation_corpus):
+    def test_no_intact_checkpoint_refused(self, run, validation_corpus):
         for step in checkpoint_folder.steps(run):
             (checkpoint_folder.path_of(run, step) / "config.toml").write_text("")
         with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-24/config.toml: damaged.*step-21"):
@@ -189,39 +197,39 @@ class TestWarmup:
         ("preset", "steps", "warmup"),
         [("small", 1_000_000, 10_000), ("large", 400_000, 10_000), ("tiny", 2_000, 100), ("small", 100, 5)],
     )
-    def test_it_follows_the_steps_unless_set(self, preset, steps, warmup):
+    def test_warmup_follows_steps_unless_set(self, preset, steps, warmup):
         config = Config.preset(preset, "google").override({"train.steps": str(steps)})
         assert config.optimizer.num_warmup_steps(config.train.steps) == warmup
         factors = [lr_scale(config.optimizer, step, steps) for step in range(warmup + 1)]
         assert max(factors) == factors[warmup] >= 0.949
         assert config.override({"optimizer.warmup_steps": "0"}).optimizer.num_warmup_steps(steps) == 0
 
-    def test_a_run_stores_the_number(self, validation_corpus, tmp_path):
-        """Also when the run is extended."""
+    def test_run_stores_warmup(self, validation_corpus, tmp_path):
+        """The stored value stays when the run is extended."""
         for steps in ("40", "44"):
             config = tiny_config(**{"optimizer.warmup_steps": "-1", "train.steps": steps})
             pretrain(validation_corpus, config=config, out=tmp_path / "run")
             assert Config.load(tmp_path / "run/config.toml").optimizer.warmup_steps == 2
 
     @pytest.mark.parametrize(
-        ("schedule", "warmup", "share"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
+        ("schedule", "warmup", "peak_percent"), [("linear", 240, "10%"), ("product", 240, "2%"), ("linear", 12, None)]
     )
-    def test_one_that_never_ends_is_a_warning(self, schedule, warmup, share):
+    def test_endless_warmup_warns(self, schedule, warmup, peak_percent):
         config = tiny_config(**{"optimizer.schedule": schedule, "optimizer.warmup_steps": str(warmup)})
-        told = list(low_peak_warnings(config))
-        assert len(told) == (share is not None)
-        if share is not None:
-            said = f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never passes {share}"
-            assert said in told[0]
+        messages = list(low_peak_warnings(config))
+        assert len(messages) == (peak_percent is not None)
+        if peak_percent is not None:
+            said = f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never exceeds {peak_percent}"
+            assert said in messages[0]
             peak = max(lr_scale(config.optimizer, step, STEPS) for step in range(STEPS))
-            assert peak == pytest.approx(float(share[:-1]) / 100, abs=0.0051)
+            assert peak == pytest.approx(float(peak_percent[:-1]) / 100, abs=0.0051)
 
 
 class TestRates:
     @pytest.mark.parametrize(
         ("steps", "rate", "muon_rate"), [(100, 0.004, 0.02), (2500, 0.004, 0.01), (10**6, 0.0002, 0.0005)]
     )
-    def test_modern_follows_the_steps_unless_set(self, steps, rate, muon_rate):
+    def test_modern_rates_follow_steps_unless_set(self, steps, rate, muon_rate):
         config = Config.preset("small", "modern").override({"train.steps": str(steps)})
         optimizer = config.resolved().optimizer
         assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (rate, muon_rate)
@@ -229,7 +237,7 @@ class TestRates:
         optimizer = config.override(both).resolved().optimizer
         assert (optimizer.learning_rate, optimizer.muon_learning_rate) == (1e-3, 3e-3)
 
-    def test_they_follow_the_steps_of_a_stage(self):
+    def test_rates_follow_steps_of_stage(self):
         config = Config.preset("small", "modern").with_objective("two-stage")
         stage, whole = (config.override({"train.steps": steps}).resolved() for steps in (20_000, 10_000))
         electra = Config.preset("small", "modern").override({"train.steps": 10_000}).resolved()
@@ -237,10 +245,10 @@ class TestRates:
         assert stage.optimizer.warmup_steps == 500
         whole = Config.preset("tiny", "modern").override(steps=100, warmup_steps=120)
         assert not list(low_peak_warnings(whole))
-        (told,) = low_peak_warnings(whole.with_objective("two-stage"))
-        assert "the learning rate never passes 42%" in told
+        (messages,) = low_peak_warnings(whole.with_objective("two-stage"))
+        assert "the learning rate never exceeds 42%" in messages
 
-    def test_a_run_stores_them_and_keeps_them_or_what_a_kill_left_on_record(self, validation_corpus, tmp_path):
+    def test_run_stores_and_keeps_rates(self, validation_corpus, tmp_path):
         left = {"optimizer.learning_rate": "0", "optimizer.muon_learning_rate": "0"}
         folder = tmp_path / "run"
 
@@ -256,7 +264,7 @@ class TestRates:
         (folder / "changes.jsonl").write_text(json.dumps(record) + "\n")
         assert rates(folder, **left, **{"train.steps": "6"}) == (2e-3, 0.01)
 
-    def test_only_the_modern_encoder_has_a_rule(self):
+    def test_only_modern_encoder_has_rule(self):
         with pytest.raises(ValueError, match="optimizer.learning_rate = 0 .derived from train.steps. needs"):
             tiny_config("google", **{"optimizer.learning_rate": "0"})
 
@@ -270,11 +278,11 @@ sys.exit(99 if "torch" in sys.modules else set(codes) != {2})
 
 
 @pytest.mark.process
-def test_mistakes_are_found_before_torch_is_imported(run):
+def test_mistakes_reported_before_torch_import(run):
     messages = {
         ("--optimizer.learning_rate", "1"): "allow-changes",
         ("--train.stepz", "1"): "did you mean --steps?",
-        ("--train.steps", "3"): "is at step 24 already",
+        ("--train.steps", "3"): "must be at least 24, the step of this run",
         ("nowhere",): "nowhere: not found",
     }
     commands = [["pretrain", "--out", str(run), *change] for change in messages]
@@ -282,18 +290,20 @@ def test_mistakes_are_found_before_torch_is_imported(run):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
-    assert len(said) == 4 and all(each in line for each, line in zip(messages.values(), said, strict=True))
+    assert len(said) == 4 and all(message in line for message, line in zip(messages.values(), said, strict=True))
 
 
-def test_a_run_keeps_its_recipe_where_a_command_without_one_means_another(run, validation_corpus, tmp_path):
-    """The fixture's run is of recipe `google`."""
+def test_run_keeps_recipe_despite_default(run, validation_corpus, tmp_path):
+    """The run of the fixture has recipe `google`."""
     keys = TINY | {"train.steps": str(STEPS + 2)}
     flags = [validation_corpus, "--out", run, *(f"--{name}={value}" for name, value in keys.items())]
     remedy = r'resume with --out alone, or with --recipe google \(recipe = "google" in the file\)'
     for more in ([], ["--allow-changes"]):
         done = in_process.run("pretrain", "--preset", "tiny", *more, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert re.search(rf"started with model.architecture = 'bert', now it is 'modernbert', .*{remedy}", done.stderr)
+        assert re.search(
+            rf"model.architecture = 'modernbert', but this run was started with 'bert', .*{remedy}", done.stderr
+        )
     (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
     copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
     starts = (["--preset", "tiny", "--recipe", "google", *flags], ["--config", tmp_path / "own.toml", *flags])
@@ -307,7 +317,7 @@ def test_a_run_keeps_its_recipe_where_a_command_without_one_means_another(run, v
         pretrain(validation_corpus, config=tiny_config("google"), out=tmp_path / "modern")
 
 
-def test_what_is_refused(validation_corpus, tmp_path, monkeypatch):
+def test_refused_commands(validation_corpus, tmp_path, monkeypatch):
     def refused(match, out=tmp_path / "run", **changes):
         with pytest.raises(ValueError, match=match):
             pretrain(validation_corpus, config=tiny_config(**changes), out=out)

@@ -1,4 +1,4 @@
-"""A step over tensors that stay where they are: equal to one written out, and nothing in it asks the host."""
+"""A step on tensors at fixed addresses: equal to a step in plain torch, and without synchronization with the host."""
 
 import itertools
 import pickle
@@ -41,7 +41,7 @@ def open_loader(corpus, config):
 
 
 def trained(corpus, config, execution="eager"):
-    """Weights and metric totals after some steps."""
+    """Returns weights and metric totals after some steps."""
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     step = create_step(model, optimizer, config, COMPUTE, execution)
@@ -51,7 +51,7 @@ def trained(corpus, config, execution="eager"):
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
+def test_equals_step_in_plain_torch(tiny_corpus, config, accumulate):
     config = config.override({"train.accumulate": accumulate})
     model = ef.Electra(config).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
@@ -72,17 +72,17 @@ def test_equals_a_step_written_out(tiny_corpus, config, accumulate):
                 totals[name] += total.item()
         optimizer.set_step_scalars(lr_scale(config.optimizer, number, STEPS))
         totals[GRAD_NORM] += optimizer.step().item()
-    weights, found = trained(tiny_corpus, config)
-    assert found == totals
+    weights, totals_of_steps = trained(tiny_corpus, config)
+    assert totals_of_steps == totals
     for name, tensor in model.state_dict().items():
         assert torch.equal(weights[name], tensor), name
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatch, recipe):
-    """The package's files whose functions a step of `pretrain` calls, and how often it goes from one to another.
+def test_ordinary_step_stays_in_few_files(tiny_corpus, tmp_path, monkeypatch, recipe):
+    """Counts the files of the package whose functions a step of `pretrain` calls, and the changes between files.
 
-    From one batch to the next, on a CPU, in a step after which nothing is due.
+    The step is on a CPU, from one batch to the next, and no event is due after it.
     """
     files = []
     batches = itertools.count(1)
@@ -92,14 +92,14 @@ def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatc
         if event == "call" and frame.f_code.co_filename.startswith(str(Path(ef.__file__).parent)):
             files.append(frame.f_code.co_filename)
 
-    def recorded_from_the_12th_to_the_next(loader):
+    def recording_the_12th_step(loader):
         sys.setprofile(None)
         batch = next_batch(loader)
         if next(batches) == 12:
             sys.setprofile(record)
         return batch
 
-    monkeypatch.setattr(BatchLoader, "__next__", recorded_from_the_12th_to_the_next)
+    monkeypatch.setattr(BatchLoader, "__next__", recording_the_12th_step)
     train = {"steps": 20, "batch_size": 16, "log_every": 100, "precision": "fp32", "matmul": "default"}
     config = ef.Config.preset("tiny", recipe).override(train, sequence_length=64)
     ef.pretrain(tiny_corpus, config=config, out=tmp_path / "run")
@@ -107,8 +107,8 @@ def test_an_ordinary_step_is_read_in_few_files(tiny_corpus, tmp_path, monkeypatc
     assert 5 < len(set(files)) <= 15 and 100 < num_changes <= 170
 
 
-class NothingFromTheHost(TorchDispatchMode):
-    """Fails where an operation reads from the device, or its shape hangs on values, or a constant is made."""
+class NoSynchronization(TorchDispatchMode):
+    """Fails if an operation reads from the device, has a shape that depends on values, or creates a constant."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
@@ -121,25 +121,25 @@ OPTIMIZERS = {name: {"optimizer.name": name} for name in ("lamb", "muon")}
 
 
 @pytest.mark.parametrize("name", [*DIFFERENT, *OPTIMIZERS])
-def test_a_step_can_be_captured(tiny_corpus, config, name):
+def test_step_is_capturable(tiny_corpus, config, name):
     config = config.override((DIFFERENT | OPTIMIZERS)[name])
     model = ef.Electra(config)
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     step = create_step(model, optimizer, config, COMPUTE)
     rows = open_loader(tiny_corpus, config)
-    step(next(rows), STEPS - 2)  # of two stages the second; the first is a step of `mlm`
-    kept = [*model.parameters(), optimizer._state.scalars]
-    kept += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
-    kept += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
-    places = [tensor.data_ptr() for tensor in kept]
-    with NothingFromTheHost():
+    step(next(rows), STEPS - 2)  # in the second of two stages; the first has steps of `mlm`
+    tensors = [*model.parameters(), optimizer._state.scalars]
+    tensors += [*optimizer.exp_avg.values(), *optimizer.exp_avg_sq.values()]
+    tensors += [tensor for part in step.backward.micro_batches.parts for tensor in part.values()]
+    places = [tensor.data_ptr() for tensor in tensors]
+    with NoSynchronization():
         step.run()
     step(next(rows), STEPS - 1)
-    assert [tensor.data_ptr() for tensor in kept] == places
+    assert [tensor.data_ptr() for tensor in tensors] == places
 
 
 def assert_captured_in_time(step, since):
-    """After three steps each; one more where the second batch has more segments than the first."""
+    """Asserts a capture three steps after each of `since`, or four if the second batch has more segments."""
     captures = [capture.step for capture in step.graphs.captures]
     assert len(captures) == len(since)
     assert all(capture - begin in (3, 4) for capture, begin in zip(captures, since, strict=True)), captures
@@ -148,7 +148,7 @@ def assert_captured_in_time(step, since):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_graphs_equal_eager_steps(tiny_corpus, config, name):
-    """Of two stages each has a graph of its own."""
+    """Each of two stages has a separate graph."""
     config = config.override(VARIANTS[name]).override({"train.steps": 16})
     totals = []
     for execution in ("eager", "graph"):
@@ -164,7 +164,7 @@ def test_graphs_equal_eager_steps(tiny_corpus, config, name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA only")
-def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_it(tiny_corpus, config):
+def test_graph_recaptured_when_batch_outgrows_it(tiny_corpus, config):
     config = config.override({"train.steps": 12, "model.dropout": 0.1, "model.attention_dropout": 0.0})
     totals = []
     for execution in ("eager", "graph"):
@@ -189,8 +189,8 @@ def test_a_graph_equals_eager_steps_and_is_captured_again_when_a_batch_outgrows_
         if name != "electra"
     ],
 )
-def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
-    """`fullgraph` fails at the first operation that torch.compile can't take; what runs is eager's code."""
+def test_compiles_without_graph_break(tiny_corpus, config, monkeypatch, name):
+    """`fullgraph` fails at the first operation that torch.compile cannot trace. The backend runs eager code."""
     torch.compiler.reset()  # other tests compile the same function
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
@@ -207,8 +207,8 @@ def test_compiles_without_a_break(tiny_corpus, config, monkeypatch, name):
 THIRDS = [range(0, 4), range(4, 8), range(8, 12)]
 
 
-def test_micro_batches_are_the_batch(corpus):
-    """Each part holds its rows and their segments; places stay, and grow when there is no room."""
+def test_micro_batches_partition_batch(corpus):
+    """Each part holds its rows and their segments. Addresses stay the same until tensors must grow."""
     loader = BatchLoader(corpus, sequence_length=32, batch_size=12)
     parts = MicroBatches(torch.device("cpu"), THIRDS)
     places = None
@@ -231,20 +231,20 @@ def test_micro_batches_are_the_batch(corpus):
     assert parts.version == max(versions) < 10
 
 
-def test_another_number_of_rows_is_refused(corpus):
+def test_wrong_number_of_rows_refused(corpus):
     loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
     with pytest.raises(ValueError, match="10 rows, where a step has 12"):
         MicroBatches(torch.device("cpu"), THIRDS).load(HostBatch.of(next(loader)))
 
 
-def test_a_way_that_cannot_be_had_is_refused():
+def test_unavailable_execution_refused():
     assert choose_execution("auto", torch.device("cpu")) == "eager"
     assert choose_execution("auto", torch.device("cuda")) == "graph"
-    with pytest.raises(ValueError, match='train.execution = "graph" needs a CUDA device'):
+    with pytest.raises(ValueError, match='train.execution = "graph": needs a CUDA device'):
         choose_execution("graph", torch.device("cpu"))
 
 
-def test_the_timer_leaves_out_pauses(tiny_corpus, config):
+def test_timer_excludes_pauses(tiny_corpus, config):
     model = ef.Electra(config)
     step = create_step(model, Optimizer(model.named_parameters(), config.optimizer), config, COMPUTE)
     timer = StepTimer(step)
@@ -263,16 +263,16 @@ def test_the_timer_leaves_out_pauses(tiny_corpus, config):
     assert timer.take_step_times() is None
 
 
-def test_the_check_of_a_run_times_whole_steps(tiny_corpus, config):
-    """Its request, which goes to a process of its own, says how."""
+def test_check_times_whole_steps(tiny_corpus, config):
+    """The request for the separate process includes the function that times steps."""
     config = config.override({"data.corpus": str(tiny_corpus)})
-    told = []
+    messages = []
     compute = replace(COMPUTE, kernels=(("*", "reference"),))
     request = Request("steps", config, type(objective_of(config)), "cpu", compute, 2, ("eager",), time_steps=time_steps)
     request = pickle.loads(pickle.dumps(request))
     assert request.time_steps is time_steps
-    Checker(request, told.append).answer()
-    attempt, record = told
+    Checker(request, messages.append).answer()
+    attempt, record = messages
     assert attempt == (STEP, "eager") and record.is_right and record.milliseconds > 0
     first, second = (time_steps(config, compute, "eager", torch.device("cpu"), 2) for _ in range(2))
     assert len(first[0]) == 2 and first[1] == second[1] and GRAD_NORM in first[1]
