@@ -251,9 +251,7 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
         assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
         changed = Config.preset(preset, recipe).differences(config).keys() - {"objective.name"}
         assert all(f"{key} = " in done.stderr for key in changed) and (done.stderr == "") == (not changed)
-        assert "a corpus or an output folder is missing" in fails(
-            "pretrain", "--recipe", recipe, "--objective.name", name
-        )
+        assert "an output folder is missing" in fails("pretrain", "--recipe", recipe, "--objective.name", name)
     published = json.loads(run("flops", "--preset", "small", "--recipe", "google", "--json").stdout)
     assert 1.293743798272e18 in published.values()
 
@@ -352,9 +350,7 @@ def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
         assert own.stderr == f"{tmp_path / source}: {where}\n"
     assert "has no record of its training corpus; pass the corpus" in fails("evaluate", folder / "export")
     shutil.rmtree(shards)
-    assert f"run: was trained on {shards}, which no longer exists; pass the corpus" in fails(
-        "evaluate", tmp_path / "run"
-    )
+    assert f"run: was trained on {shards}, which no longer exists; pass" in fails("evaluate", tmp_path / "run")
     shutil.copytree(folder / "shards/holdout", shards)
     assert f"run: {shards} has changed since" in fails("evaluate", tmp_path / "run")
 

@@ -167,9 +167,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_killed_and_resumed_by_its_folder_alone(self, server, whole, mixed, tmp_path, capfd):
-        server.wait_for_exit(
-            server.start(1, mixed, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@8/0"}), -signal.SIGKILL
-        )
+        server.wait(server.start(1, mixed, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@8/0"}), -signal.SIGKILL)
         assert main(["pretrain", "--out", str(tmp_path / "run")]) == 0
         assert "resumes at step" in capfd.readouterr().err
         assert_same_run(tmp_path / "run", whole)

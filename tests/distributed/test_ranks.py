@@ -97,7 +97,7 @@ def test_exact_is_bitwise_equal_with_muon(server, validation_corpus, tmp_path, o
 
 def test_killed_rank_ends_others_without_loss(server, exact_run, validation_corpus, tmp_path):
     ranks = server.start(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@11/0"}, **EXACT)
-    said = server.wait_for_exit(ranks, [-signal.SIGKILL, 2])
+    said = server.wait(ranks, [-signal.SIGKILL, 2])
     assert "rank 1: lost another rank" in said[1] and "Traceback" not in said[1]
     said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
     assert "resumes at step" in said[0]
@@ -127,7 +127,7 @@ def test_lanes_independent_of_number_of_ranks(server, tiny_text, tiny_vocab, tmp
     server.run(2, tmp_path / "shards", tmp_path / "run", **changes)  # the run's lanes
     assert_equal_bits(tmp_path / "run", tmp_path / "one")
     ranks = server.start(1, tmp_path / "shards", tmp_path / "run", **changes, **{"data.lanes": "2"})
-    said = server.wait_for_exit(ranks, 2)
+    said = server.wait(ranks, 2)
     assert "data.lanes = 2, but this run was started with 4" in said[0]
 
 
@@ -137,7 +137,7 @@ def test_signal_to_one_rank_stops_all_at_same_step(server, exact_run, validation
     ranks = server.start(2, validation_corpus, out, {"ELECTRA_FAST_FAULT": "sleep:0.05@0/0"}, **EXACT)
     wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
     ranks[1].kill(signal.SIGUSR2)
-    said = server.wait_for_exit(ranks, 128 + signal.SIGUSR2)
+    said = server.wait(ranks, 128 + signal.SIGUSR2)
     assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
     assert said[1] == "stopping after this step; repeat to stop at once\n"
     assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
@@ -150,7 +150,7 @@ def test_time_limit_stops_all_ranks(server, exact_run, validation_corpus, tmp_pa
     out = tmp_path / "run"
     slow = {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
     ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
-    said = server.wait_for_exit(ranks, 75)
+    said = server.wait(ranks, 75)
     assert "reached train.max_minutes = 0.15: checkpoint written at step" in said[0]
     assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
@@ -166,17 +166,12 @@ EXPLODES = {"optimizer.learning_rate": "5", "train.checkpoint_every": "1", "trai
     [
         (2, "nan@5/1", NO_DROPOUT, "grad_norm became nan or infinite in steps 5-6; step-3 is the last good checkpoint"),
         (2, "", EXPLODES, "the loss rose to .* is the best checkpoint .training loss"),
-        (
-            3,
-            "flip@5/2",
-            {},
-            "step 6: rank 2's parameters differ from the parameters of the other ranks; step-3 is the last go",
-        ),
+        (3, "flip@5/2", {}, "step 6: rank 2's parameters differ from the parameters of .*; step-3 is the last good"),
     ],
 )
 def test_all_ranks_end_diverged_run(server, validation_corpus, tmp_path, world_size, fault, changes, words):
     faults = {"ELECTRA_FAST_FAULT": fault} if fault else {}
-    said = server.wait_for_exit(server.start(world_size, validation_corpus, tmp_path / "run", faults, **changes), 2)
+    said = server.wait(server.start(world_size, validation_corpus, tmp_path / "run", faults, **changes), 2)
     assert re.search(words, said[0]) and set(said[1:]) == {""}
     assert checkpoint_folder.steps(tmp_path / "run")[-1] <= 3
 
@@ -206,7 +201,7 @@ def test_majority_vote_names_divergent_rank():
 def test_hung_rank_ends_all_with_stacks(server, validation_corpus, tmp_path):
     fault = {"ELECTRA_FAST_FAULT": "hang@5/1"}
     ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **{"train.timeout_seconds": "3"})
-    said = server.wait_for_exit(ranks, 2)
+    said = server.wait(ranks, 2)
     stacks = [(tmp_path / f"run/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert "rank 0: waited more than 3 s for" in said[0] and "rank-0.txt" in said[0]
     assert "rank 1: another rank waited too long for this one" in said[1]
@@ -247,20 +242,18 @@ def test_slow_checkpoint_does_not_time_out(server, validation_corpus, tmp_path):
 @pytest.mark.slow
 def test_error_reported_once(server, validation_corpus, tiny_corpus, tmp_path):
     ranks = server.start(2, tmp_path / "nowhere", tmp_path / "run")
-    said = server.wait_for_exit(ranks, 2)
+    said = server.wait(ranks, 2)
     assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
-    said = server.wait_for_exit(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
+    said = server.wait(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
     assert "needs 1, 2 or 4 ranks, not 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
     for rank, corpus in enumerate((validation_corpus, tiny_corpus)):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "shards").symlink_to(corpus)
-    said = server.wait_for_exit(
-        server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"]), 2
-    )
+    said = server.wait(server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"]), 2)
     assert "not the same corpus on rank 1 as on the first" in said[1] and said[0] == ""
     server.run(2, validation_corpus, tmp_path / "run", **{"train.steps": "4"})
     ranks = server.start(2, validation_corpus, tmp_path / "run", **{"train.seed": "1", "train.steps": "4"})
-    said = server.wait_for_exit(ranks, 2)
+    said = server.wait(ranks, 2)
     assert "train.seed = 1, but this run was started with 0" in said[0] and said[1] == ""
 
 

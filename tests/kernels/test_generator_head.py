@@ -94,7 +94,7 @@ def test_confident_rows_have_a_precise_gradient():
         call.args[2][call.args[3]] += 12.0
     with use_impl("kernel"):
         actual, eager, exact = outcomes(call)
-    assert_no_worse(actual[3:4], eager[3:4], exact[3:4], rounding=2**-11, least_scale=1.0)
+    assert_no_worse(actual[3:4], eager[3:4], exact[3:4], rounding=2**-11, min_scale=1.0)
 
 
 @pytest.mark.usefixtures("path")

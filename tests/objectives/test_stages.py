@@ -144,16 +144,8 @@ def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
 
 def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, tmp_path, capsys):
     for name, change, said in (
-        (
-            "two-stage",
-            {"train.steps": "48"},
-            "train.steps = 48, but this run was started with 24, and a change would move the boundary",
-        ),
-        (
-            "generator first",
-            {"objective.generator_first": "12"},
-            "generator_first = 12, but this run was started with 9, and a change would need a",
-        ),
+        ("two-stage", {"train.steps": "48"}, "train.steps = 48, but .* with 24, and a change would move the boundary"),
+        ("generator first", {"objective.generator_first": "12"}, "generator_first = 12, but .* with 9, and a change"),
     ):
         run = shutil.copytree(run_of(name), tmp_path / name)
         with pytest.raises(ValueError, match=said):

@@ -71,7 +71,7 @@ def test_errors_are_at_most_those_of_the_definition(shape, dtype):
     assert torch.equal(is_argmax, reference_is_argmax)
     parameter_dtype = torch.promote_types(dtype, torch.float32)
     assert [tensor.dtype for tensor in ours] == [parameter_dtype, dtype, parameter_dtype, parameter_dtype]
-    assert_no_worse(ours, reference, exact, rounding=ROUNDING[dtype], least_scale=1.0)
+    assert_no_worse(ours, reference, exact, rounding=ROUNDING[dtype], min_scale=1.0)
 
 
 class LargestTensor(TorchDispatchMode):

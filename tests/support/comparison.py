@@ -16,19 +16,15 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_no_worse(
-    outputs: Sequence[Tensor],
-    eager: Sequence[Tensor],
-    truth: Sequence[Tensor],
-    rounding: float,
-    least_scale: float = 0.0,
+    result: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], rounding: float, min_scale: float = 0.0
 ) -> None:
     """Asserts that the largest and the mean error are at most 1.2 times those in eager PyTorch, plus a rounding error.
 
-    The rounding error is relative to the largest element, or to `least_scale` if that is larger.
+    The rounding error is relative to the largest element, or to `min_scale` if that is larger.
     """
-    for ours, theirs, exact in zip(outputs, eager, truth, strict=True):
+    for ours, theirs, exact in zip(result, eager, truth, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        allowance = rounding * max(least_scale, exact.abs().max().item())
+        allowance = rounding * max(min_scale, exact.abs().max().item())
         error = ours.double() - exact
         allowed = theirs.double() - exact
         assert error.abs().max() <= 1.2 * allowed.abs().max() + allowance

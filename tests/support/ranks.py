@@ -88,7 +88,7 @@ class Server:
 
     def run(self, world_size, corpus, out, environment=None, **changes):
         """Runs ranks until they exit with 0; returns their outputs."""
-        return self.wait_for_exit(self.start(world_size, corpus, out, environment, **changes))
+        return self.wait(self.start(world_size, corpus, out, environment, **changes))
 
     def kill_until_done(self, arguments, output, is_resumable):
         """Restarts a fine-tuning run until it finishes; each session is killed at its fourth checkpoint.
@@ -103,7 +103,7 @@ class Server:
             assert codes[-1] == 0 or is_resumable(), rank.output()
         assert codes[-1] == 0 and len(codes) > 2, rank.output()
 
-    def wait_for_exit(self, ranks, codes=0):
+    def wait(self, ranks, codes=0):
         """Waits for ranks, which must exit with these codes; returns their outputs."""
         actual = [rank.wait() for rank in ranks]
         outputs = [rank.output() for rank in ranks]

@@ -93,15 +93,13 @@ def targets_of(chunks, answer):
     if answer is None:
         return [(0, 0, 1)] * len(chunks)
     letters = {answer[1] + place for place, letter in enumerate(answer[0]) if not letter.isspace()}
-    pieces_in_chunks = []
+    parts = []
     pieces = set()
     for chunk in chunks:
         inside = {i for i, span in chunk.spans.items() if letters.intersection(range(*span))}
-        pieces_in_chunks.append(inside)
+        parts.append(inside)
         pieces |= {i - chunk.context_start + chunk.first for i in inside}
-    return [
-        (min(inside), max(inside), 0) if len(inside) == len(pieces) > 0 else (0, 0, 0) for inside in pieces_in_chunks
-    ]
+    return [(min(part), max(part), 0) if len(part) == len(pieces) > 0 else (0, 0, 0) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -129,8 +127,7 @@ def n_best(context, candidates, count, max_answer_length):
     scores = {}
     for candidate in sorted(valid, key=lambda candidate: candidate.score, reverse=True):
         if len(scores) < count:
-            spans = candidate.chunk.spans
-            text = context[spans[candidate.start][0] : spans[candidate.end][1]]
+            text = context[candidate.chunk.spans[candidate.start][0] : candidate.chunk.spans[candidate.end][1]]
             scores.setdefault(" ".join(text.split()), candidate.score)
     scores = scores or {"": 0.0}
     weights = [exp(score - max(scores.values())) for score in scores.values()]

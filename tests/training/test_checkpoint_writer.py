@@ -141,10 +141,8 @@ def files(directory):
 def saved_value(directory):
     """Returns the only number in the two files of tensors."""
     checkpoint_folder.verify(directory)
-    files_of_tensors = [checkpoint.read_tensors(directory / f"{name}.safetensors") for name in ("model", "optimizer")]
-    (value,) = {
-        float(value) for tensors_by_name in files_of_tensors for tensor in tensors_by_name.values() for value in tensor
-    }
+    stored = [checkpoint.read_tensors(directory / f"{name}.safetensors") for name in ("model", "optimizer")]
+    (value,) = {float(value) for table in stored for tensor in table.values() for value in tensor}
     return value
 
 

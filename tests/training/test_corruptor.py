@@ -138,9 +138,8 @@ def test_metrics_computed_on_corrupted_text(name, runs, validation_corpus, tmp_p
     is_replaced = np.array([label for _, label in answers])
     assert report["corruption"] == digits(rows) and report["tokens"] == len(answers)
     assert report["replaced_fraction"] == pytest.approx(is_replaced.mean())
-    assert report["discriminator_loss"] == pytest.approx(
-        np.log1p(np.exp(np.where(is_replaced, -z, z))).mean(), rel=1e-5
-    )
+    loss = np.log1p(np.exp(np.where(is_replaced, -z, z))).mean()
+    assert report["discriminator_loss"] == pytest.approx(loss, rel=1e-5)
     assert report["discriminator_accuracy"] == pytest.approx(((z > 0) == is_replaced).mean())
     assert report["discriminator_recall"] == pytest.approx((z[is_replaced] > 0).mean())
     above = (z[is_replaced][:, None] > z[~is_replaced]) + 0.5 * (z[is_replaced][:, None] == z[~is_replaced])
@@ -276,9 +275,7 @@ def test_rows_have_corruptor_length_with_warning(runs, whole_run, validation_cor
 def test_discriminator_alone_has_no_generator_metrics(whole_run, exported, validation_corpus):
     corrupted = evaluate(exported / "discriminator", validation_corpus, corrupted_by=whole_run, mlm_examples=3)
     whole = evaluate(exported, validation_corpus, corrupted_by=exported / "generator", sequence_length=16)
-    assert (
-        corrupted["discriminator_auc"] == whole["discriminator_auc"] and corrupted["corruption"] == whole["corruption"]
-    )
+    assert all(corrupted[name] == whole[name] for name in ("discriminator_auc", "corruption"))
     assert whole["generator_loss"] > 0
     alone = evaluate(exported / "discriminator", validation_corpus, sequence_length=16)
     assert alone["unigram_auc"] == corrupted["unigram_auc"] and alone["discriminator_auc"] is None

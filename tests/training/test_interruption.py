@@ -131,7 +131,7 @@ def test_exit_code_is_that_of_the_signal(server, validation_corpus, tmp_path):
     ranks = server.start(1, validation_corpus, tmp_path / "run", **ENDLESS)
     wait_for(lambda: has_logged(tmp_path / "run"))
     ranks[0].kill(signal.SIGINT)
-    (said,) = server.wait_for_exit(ranks, 128 + signal.SIGINT)
+    (said,) = server.wait(ranks, 128 + signal.SIGINT)
     (step,) = checkpoint_folder.steps(tmp_path / "run")
     assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
     assert "Traceback" not in said

@@ -20,7 +20,7 @@ from electra_fast.training.forecast import MAX_EPOCHS, ScalingLaw, layer_weights
 from electra_fast.training.plan import Trial, _extrapolate
 
 
-def warnings_of(config, corpus, *, imported=False):
+def advice(config, corpus, *, imported=False):
     mixture = planning.Mixture(corpus)
     resolved = planning.resolved(config.override({"data.corpus": str(corpus)}), mixture)
     return " ".join(warnings(resolved, mixture, size(resolved, mixture, 10**6), imported=imported))
@@ -86,9 +86,9 @@ def test_dry_run_measures_and_shows_first_batch(tiny_corpus, tmp_path, monkeypat
     ],
 )
 def test_each_warning_has_one_cause(tiny_corpus, changes, words, imported_too):
-    assert words not in warnings_of(tiny_config(), tiny_corpus)
-    assert words in warnings_of(tiny_config(**changes), tiny_corpus)
-    assert (words in warnings_of(tiny_config(**changes), tiny_corpus, imported=True)) == imported_too
+    assert words not in advice(tiny_config(), tiny_corpus)
+    assert words in advice(tiny_config(**changes), tiny_corpus)
+    assert (words in advice(tiny_config(**changes), tiny_corpus, imported=True)) == imported_too
 
 
 def test_imported_model_may_read_text_more_often(tiny_corpus):
@@ -97,27 +97,21 @@ def test_imported_model_may_read_text_more_often(tiny_corpus):
     per_epoch = ef.Corpus(tiny_corpus).num_tokens / config.train.batch_size / config.data.sequence_length
     for epochs, imported in ((40, False), (100, True)):
         few, many = ({"train.steps": round(per_epoch * epochs * factor)} for factor in (0.9, 1.1))
-        assert "add text" not in warnings_of(config.override(few), tiny_corpus, imported=imported)
-        assert f"for {epochs} epochs" in warnings_of(config.override(many), tiny_corpus, imported=imported)
+        assert "add text" not in advice(config.override(few), tiny_corpus, imported=imported)
+        assert f"for {epochs} epochs" in advice(config.override(many), tiny_corpus, imported=imported)
     by_hand = config.override({"optimizer.muon_learning_rate": "0.001"})
-    messages = [
-        warnings_of(candidate, tiny_corpus, imported=imported)
-        for candidate in (config, by_hand)
-        for imported in (False, True)
-    ]
-    assert ["for untrained models" in message for message in messages] == [False, True, False, False]
+    texts = [advice(changed, tiny_corpus, imported=imported) for changed in (config, by_hand) for imported in (0, 1)]
+    assert ["for untrained models" in text for text in texts] == [False, True, False, False]
 
 
 def test_warning_beyond_tested_steps_of_rule(tiny_corpus):
     config = ef.Config.preset("tiny", "modern")
-    assert "compare learning rates in shorter runs" not in warnings_of(config, tiny_corpus)
-    assert "compare learning rates in shorter runs" in warnings_of(
-        config.override({"train.steps": "19001"}), tiny_corpus
-    )
+    assert "in shorter runs" not in advice(config, tiny_corpus)
+    assert "in shorter runs" in advice(config.override({"train.steps": "19001"}), tiny_corpus)
     by_hand = config.override({"train.steps": "19001", "optimizer.muon_learning_rate": "0.001"})
-    assert "compare learning rates in shorter runs" not in warnings_of(by_hand, tiny_corpus)
+    assert "compare learning rates in shorter runs" not in advice(by_hand, tiny_corpus)
     others = ef.Config.preset("tiny", "google").override({"train.steps": "19001", "optimizer.name": "muon"})
-    assert "compare learning rates in shorter runs" not in warnings_of(others, tiny_corpus)
+    assert "compare learning rates in shorter runs" not in advice(others, tiny_corpus)
 
 
 @pytest.mark.parametrize(("flops", "preset"), [(1e10, "tiny"), (5e11, "mini"), (1e13, "small"), (1e15, "base")])

@@ -42,9 +42,7 @@ def test_finished_run_extended_and_resumed_by_folder(run, validation_corpus, cap
     messages = said(capsys)
     optimizer = Config.load(run / "config.toml").optimizer
     first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
-    assert (
-        f"the learning rate at step {STEPS} is {first:.3g} (before: 0) and falls to 0 at step {2 * STEPS}" in messages
-    )
+    assert f"learning rate at step {STEPS} is {first:.3g} (before: 0) and falls to 0 at step {2 * STEPS}" in messages
     assert [line["step"] for line in lines(run)] == list(range(4, 2 * STEPS + 1, 4))
     assert lines(run)[-1]["learning_rate"] == pytest.approx(last)
     assert records_of_changes(run) == [(STEPS, {"train.steps": [STEPS, 2 * STEPS]})]
@@ -72,9 +70,7 @@ class TestAllowedChanges:
     def test_recorded_and_effective(self, run, validation_corpus, monkeypatch, capsys):
         """One permission is enough, even after a kill before the next checkpoint. Reverting is a change, too."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
-        with pytest.raises(
-            ValueError, match=r"learning_rate = 0.002, but this run was started with 0.001; .* pass --allow-changes"
-        ):
+        with pytest.raises(ValueError, match=r"learning_rate = 0.002, but .* with 0.001; .* pass --allow-changes"):
             pretrain(validation_corpus, config=changed, out=run)
         assert not (run / "changes.jsonl").exists()
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -146,9 +142,8 @@ class TestAllowedChanges:
         checkpoint_folder.seal(newest, state)
         faster = tiny_config(**{"optimizer.learning_rate": "2e-3"})
         pretrain(validation_corpus, config=faster, out=run, allow_changes=True)
-        ours, whole = (
-            checkpoint_folder.read_state(checkpoint_folder.latest(folder)).loader for folder in (run, whole_run)
-        )
+        newest = map(checkpoint_folder.latest, (run, whole_run))
+        ours, whole = (checkpoint_folder.read_state(folder).loader for folder in newest)
         assert ours == whole and [*records_of_changes(run)[0][1]] == ["optimizer.learning_rate"]
 
 
@@ -171,10 +166,8 @@ class TestDamage:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="allow-changes"):
             pretrain(validation_corpus, config=tiny_config(**{"optimizer.learning_rate": "2e-3"}), out=run)
-        messages = said(capsys)
-        assert (
-            f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in messages
-        )
+        err = said(capsys)
+        assert f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in err
         assert pretrain(validation_corpus, config=tiny_config(), out=run).step == STEPS
         assert "resumes at step 21 of 24" in said(capsys)
         assert_same_run(run, whole_run)
@@ -301,9 +294,7 @@ def test_run_keeps_recipe_despite_default(run, validation_corpus, tmp_path):
     for more in ([], ["--allow-changes"]):
         done = in_process.run("pretrain", "--preset", "tiny", *more, *flags)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert re.search(
-            rf"model.architecture = 'modernbert', but this run was started with 'bert', .*{remedy}", done.stderr
-        )
+        assert re.search(rf"model.architecture = 'modernbert', but .* with 'bert', .*{remedy}", done.stderr)
     (tmp_path / "own.toml").write_text('preset = "tiny"\nrecipe = "google"\n')
     copies = [shutil.copytree(run, tmp_path / name) for name in "abc"]
     starts = (["--preset", "tiny", "--recipe", "google", *flags], ["--config", tmp_path / "own.toml", *flags])
