@@ -138,7 +138,7 @@ def test_hours_use_scaling_law(tiny_corpus, monkeypatch, flops, preset):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hours", "1", "--preset", "mini"], "proposes preset and keys"),
+        (["--hours", "1", "--preset", "mini"], "chooses preset and keys"),
         (["--device", "cpu"], "only used for a measurement"),
         (["--hours", "1"], "corpus"),
         (["--tokens-per-second", "0"], "above 0"),
