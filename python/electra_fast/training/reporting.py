@@ -50,7 +50,7 @@ def startup(run: Run, mixture: Mixture, state: TrainState, num_parameters: int) 
     yield (
         f"{run.folder}: {start}, {num_parameters / 1e6:.2f} M parameters, "
         f"{mixture.num_tokens / 1e6:.2f} M tokens in the {'corpus' if mixture.is_single else 'corpora'}, "
-        f"{flops_per_token(config).total / 1e6:.3g} MFLOP per token"
+        f"{flops_per_token(config).total / 1e6:.3g} MFLOPs per token"
     )
     if not mixture.is_single:
         yield f"rows: {_shares(mixture)}"
