@@ -110,18 +110,18 @@ def commands() -> str:
 
 def _arguments(name: str, command: Parser) -> list[str]:
     of_every_command = ("help", "help_all", "quiet")
-    short = [each for each in command._actions if isinstance(each, KeyOption) and len(each.option_strings) > 1]
+    short = [action for action in command._actions if isinstance(action, KeyOption) and len(action.option_strings) > 1]
     tables: dict[str, list[argparse.Action]] = {"": []}
     for group in command._action_groups:
         title = "" if group in (command._positionals, command._optionals) else f"{_sentence(group.title or '')[:-1]}:\n"
-        actions = [each for each in group._group_actions if each.dest not in of_every_command]
-        if not any(isinstance(each, KeyOption) for each in actions):
+        actions = [action for action in group._group_actions if action.dest not in of_every_command]
+        if not any(isinstance(action, KeyOption) for action in actions):
             tables.setdefault(title, []).extend(actions)
     tables[""] += short
     parts = [f"\n```text\n{command.synopsis()}\n```\n"]
     for title, actions in tables.items():
         parts += [title] * bool(title)
-        parts.append(table(["argument", "meaning", "default"], [_argument(command, each) for each in actions]))
+        parts.append(table(["argument", "meaning", "default"], [_argument(command, action) for action in actions]))
     if name in CONFIGURED:
         parts += ["And [configuration keys](configuration.md), as `--section.key value`.\n"]
     return parts
@@ -229,8 +229,8 @@ def _columns(configurations: dict[str, Any], rules: Mapping[str, Mapping[str, st
     rows = []
     for name in first.key_names():
         values = [
-            (rules or {}).get(column, {}).get(name.partition(".")[2]) or format_value(each.value(name))
-            for column, each in configurations.items()
+            (rules or {}).get(column, {}).get(name.partition(".")[2]) or format_value(configuration.value(name))
+            for column, configuration in configurations.items()
         ]
         if len(set(values)) > 1:
             rows.append([f"`{name}`", *values])
@@ -249,7 +249,9 @@ def python() -> str:
             thing = getattr(ef, name)
             parts.append(_documented(f"ef.{name}", thing, level=3))
             if inspect.isclass(thing) and not issubclass(thing, Exception | Result):
-                parts += [_documented(f"{name}.{each}", member, level=4) for each, member in _members(thing)]
+                parts += [
+                    _documented(f"{name}.{member_name}", member, level=4) for member_name, member in _members(thing)
+                ]
     return NOTE + "\n".join(parts)
 
 
@@ -277,19 +279,19 @@ def _signature(name: str, thing: Any) -> str:
     """A signature of one line or, where that is too long, of a line per parameter."""
     signature = inspect.signature(thing)
     shown: list[str] = []
-    for each in signature.parameters.values():
-        if each.name in ("self", "cls"):
+    for parameter in signature.parameters.values():
+        if parameter.name in ("self", "cls"):
             continue
-        if each.kind is each.KEYWORD_ONLY and not any(part.startswith("*") for part in shown):
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in shown):
             shown.append("*")
-        prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-        annotation = "" if each.annotation is each.empty else f": {_type(each.annotation)}"
-        default = "" if each.default is each.empty else f" = {each.default!r}"
-        shown.append(f"{prefix}{each.name}{annotation}{default}")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        annotation = "" if parameter.annotation is parameter.empty else f": {_type(parameter.annotation)}"
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        shown.append(f"{prefix}{parameter.name}{annotation}{default}")
     returns = signature.return_annotation
     end = ")" if returns is signature.empty or inspect.isclass(thing) else f") -> {_type(returns)}"
     line = f"{name}({', '.join(shown)}{end}"
-    return line if len(line) <= 100 else "\n".join([f"{name}(", *(f"    {each}," for each in shown), end])
+    return line if len(line) <= 100 else "\n".join([f"{name}(", *(f"    {parameter}," for parameter in shown), end])
 
 
 def _type(annotation: Any) -> str:

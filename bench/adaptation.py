@@ -89,8 +89,8 @@ def table(lines: list[dict[str, Any]]) -> str:
     for way in WAYS:
         cells = []
         for column in columns:
-            found = [line["accuracy"] for line in lines if (line["domain"], line["way"]) == (column, way)]
-            values = [100 * accuracy for each in found for accuracy in each]
+            accuracies = [line["accuracy"] for line in lines if (line["domain"], line["way"]) == (column, way)]
+            values = [100 * accuracy for seeds in accuracies for accuracy in seeds]
             shown = ", ".join(f"{x:.1f}" for x in values)
             cells.append(f"**{statistics.median(values):.1f}** ({shown})" if values else "")
         rows += [[way, *cells]] if any(cells) else []

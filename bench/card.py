@@ -54,8 +54,8 @@ def main() -> int:
     results.add(f"bf16 matmul {width}^3: {rate / 1e12:.1f} TFLOP/s", gemm_flops_per_second=rate)
     if shutil.which("nvidia-smi"):  # after the matmuls: clocks under load
         command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        results.add(f"{FIELDS}: {found.stdout.strip() or found.stderr.strip()}")
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        results.add(f"{FIELDS}: {process.stdout.strip() or process.stderr.strip()}")
     return results.exit_code()
 
 

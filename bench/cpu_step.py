@@ -91,7 +91,7 @@ class Field:
                 with self._failing(name):
                     self.contenders[name].take_turn()
 
-    def found(self, name: str, baseline: str) -> dict[str, Any]:
+    def result(self, name: str, baseline: str) -> dict[str, Any]:
         worker = self.contenders[name]
         speeds = self.contenders[name].speeds
         base = self.contenders[baseline].speeds if baseline in self.contenders else []
@@ -110,17 +110,17 @@ class Field:
         }
 
 
-def columns(found: Mapping[str, Any]) -> list[str]:
+def columns(result: Mapping[str, Any]) -> list[str]:
     return [
-        f"{found['tokens_per_second']:,.0f}",
-        f"{found['best']:,.0f}",
-        f"{found['ratio']:.2f}" if found["ratio"] else "–",
-        f"{found['step_ms']:,.1f}",
-        f"{found['cpu_ms']:,.1f}",
-        f"{found['steps']}",
-        f"{found['mean_loss']:.1f}",
-        f"{found['peak_gib']:.1f}",
-        f"{found['warm_up_seconds']:.0f}",
+        f"{result['tokens_per_second']:,.0f}",
+        f"{result['best']:,.0f}",
+        f"{result['ratio']:.2f}" if result["ratio"] else "–",
+        f"{result['step_ms']:,.1f}",
+        f"{result['cpu_ms']:,.1f}",
+        f"{result['steps']}",
+        f"{result['mean_loss']:.1f}",
+        f"{result['peak_gib']:.1f}",
+        f"{result['warm_up_seconds']:.0f}",
     ]
 
 
@@ -141,10 +141,10 @@ def measure(text: str, recipe: str, corpus: Path, options: argparse.Namespace, r
                 results.add(f"{title}, {name}: {why}", ok=not name.startswith("electra-fast"))
                 rows.append([name, why, *[""] * (len(HEADER) - 2)])
                 continue
-            found = contest.found(name, baseline)
-            line = ", ".join(f"{text} {unit}" for text, unit in zip(columns(found), HEADER[1:], strict=True))
-            results.add(f"{title}, {name}: {line}", shape=text, recipe=recipe, step=name, **found)
-            rows.append([name, *columns(found)])
+            result = contest.result(name, baseline)
+            line = ", ".join(f"{text} {unit}" for text, unit in zip(columns(result), HEADER[1:], strict=True))
+            results.add(f"{title}, {name}: {line}", shape=text, recipe=recipe, step=name, **result)
+            rows.append([name, *columns(result)])
     print(f"\n{title}; ratio to {baseline}\n\n{markdown(HEADER, rows)}\n", flush=True)
 
 

@@ -55,8 +55,8 @@ def main() -> None:
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
     torch.set_num_threads(1)
     if arguments.loader:
-        found = measure_loader(arguments.loader, arguments.vocab, arguments.folder, arguments.seconds)
-        print(json.dumps(found), flush=True)
+        loader_result = measure_loader(arguments.loader, arguments.vocab, arguments.folder, arguments.seconds)
+        print(json.dumps(loader_result), flush=True)
         os._exit(0)  # peers' threads would keep running
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -109,8 +109,8 @@ def compare_ids(ways: dict[str, Any], part: list[str], results: Results) -> int:
     """Compares all ids with Hugging Face's; exits if ours differ. Returns their number."""
     ids = {name: ids_of(encode(part)) for name, (encode, ids_of) in ways.items()}
     expected = ids.get("tokenizers encode_batch_fast", ids["electra-fast"])
-    for name, found in ids.items():
-        same = sum(map(np.array_equal, found, expected))
+    for name, contender_ids in ids.items():
+        same = sum(map(np.array_equal, contender_ids, expected))
         if name == "electra-fast" and same < len(expected):
             raise SystemExit(
                 f"our ids differ in {len(expected) - same} of {len(expected)} documents: nothing was timed"
@@ -121,7 +121,7 @@ def compare_ids(ways: dict[str, Any], part: list[str], results: Results) -> int:
 
 
 def ours_encode(vocab: Path) -> Any:
-    return Tokenizer(vocab, cased=False, strip_accents=True).encode_batch, lambda found: found
+    return Tokenizer(vocab, cased=False, strip_accents=True).encode_batch, lambda ids: ids
 
 
 def hf_tokenizer(vocab: Path) -> Any:
@@ -138,7 +138,7 @@ def hf_encode(vocab: Path) -> Any:
     """Hugging Face's fastest method; output: `Encoding` objects. Extracting their ids is not timed."""
     tokenizer = hf_tokenizer(vocab)
     encode = lambda part: tokenizer.encode_batch_fast(part, add_special_tokens=False)  # noqa: E731
-    return encode, lambda found: [np.array(encoding.ids) for encoding in found]
+    return encode, lambda encodings: [np.array(encoding.ids) for encoding in encodings]
 
 
 def nano_encode(vocab: Path) -> Any:
@@ -146,7 +146,7 @@ def nano_encode(vocab: Path) -> Any:
 
     tokenizer = nanotoken.Tokenizer.from_vocab(str(vocab), lowercase=True)
     encode = lambda part: tokenizer.encode_batch(part, add_special_tokens=False, parallel=False)  # noqa: E731
-    return encode, lambda found: [found.ids[a:b] for a, b in itertools.pairwise(found.offsets)]
+    return encode, lambda encoded: [encoded.ids[a:b] for a, b in itertools.pairwise(encoded.offsets)]
 
 
 def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Results:
@@ -160,13 +160,13 @@ def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Re
                 continue
             arguments = ["--loader", name, "--vocab", str(vocab), "--folder", str(folder), "--seconds", str(seconds)]
             try:
-                found = measured_by_child(__file__, arguments, name)
+                result = measured_by_child(__file__, arguments, name)
             except SystemExit as error:  # peers may fail in any way; the table says why
                 if name.startswith("electra-fast"):
                     raise
                 results[name]["missing"] = str(error).splitlines()[-1][:100]
                 continue
-            record(results[name], int(found["tokens"]), (found["seconds"], found["cpu_seconds"]))
+            record(results[name], int(result["tokens"]), (result["seconds"], result["cpu_seconds"]))
     return results
 
 

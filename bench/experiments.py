@@ -56,7 +56,7 @@ class Experiment:
 
 def read_list(path: Path = LIST, done: Path = DONE) -> tuple[list[Experiment], list[Experiment]]:
     """Returns the finished experiments, recognized by their command, and those that are left."""
-    entries = [Experiment(**each) for each in tomllib.loads(path.read_text())["experiment"]]
+    entries = [Experiment(**entry) for entry in tomllib.loads(path.read_text())["experiment"]]
     finished = {json.loads(line)["command"] for line in (done.read_text().splitlines() if done.exists() else [])}
     return [e for e in entries if e.command in finished], [e for e in entries if e.command not in finished]
 
@@ -108,12 +108,13 @@ def main() -> int:
     failed: set[str] = set()
     with exclusive(out), stop_requests() as stop:
         while waiting := [
-            each
-            for each in read_list()[1]
-            if each.name not in failed and (options.blimp and options.books or "{blimp}" not in each.command)
+            experiment
+            for experiment in read_list()[1]
+            if experiment.name not in failed
+            and (options.blimp and options.books or "{blimp}" not in experiment.command)
         ]:
             first = waiting[0]
-            minutes = sum(each.minutes for each in waiting)
+            minutes = sum(experiment.minutes for experiment in waiting)
             counts = f"{len(read_list()[0])} done, 1 running, {len(waiting) - 1} left, together {minutes / 60:.1f} h"
             print(f"{first.name}, about {first.minutes:g} minutes; {counts}", flush=True)
             command = shlex.split(first.command.format(**words))

@@ -246,18 +246,18 @@ def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, f
     return measured_by_child(__file__, arguments, f"{task}, {contender}")
 
 
-def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], what: str) -> None:
+def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], label: str) -> None:
     """Rounds of all contenders, and a line for each with the median of its ratios to ours.
 
     Times are per token of text, since the batches of a few steps are not equally long: sampling by length begins with
     the longest.
     """
     rounds = [{name: child(options, task, name) for name in contenders} for _ in range(options.rounds)]
-    times = [{name: found["seconds"] / found["tokens"] for name, found in each.items()} for each in rounds]
+    times = [{name: result["seconds"] / result["tokens"] for name, result in turn.items()} for turn in rounds]
     for name in contenders:
-        speed = statistics.median(1 / each[name] for each in times)
-        ratio = statistics.median(each[name] / each[contenders[0]] for each in times)
-        line = f"{what} {task:5} {name:32} {speed:8,.0f} tokens/s  {ratio:5.2f} times our time"
+        speed = statistics.median(1 / turn[name] for turn in times)
+        ratio = statistics.median(turn[name] / turn[contenders[0]] for turn in times)
+        line = f"{label} {task:5} {name:32} {speed:8,.0f} tokens/s  {ratio:5.2f} times our time"
         results.add(line, task=task, contender=name, tokens_per_second=speed, ratio=ratio, rounds=len(rounds))
 
 

@@ -53,7 +53,7 @@ def step(shape: str, seconds: float, *keys: str, command: tuple[str, ...] = STEP
 
 def attention(shape: str, expected: dict[str, str], seconds: float = 45) -> list[Group]:
     """By backend."""
-    return [step(shape, seconds, "--model.attention", name, expected=each) for name, each in expected.items()]
+    return [step(shape, seconds, "--model.attention", name, expected=outcome) for name, outcome in expected.items()]
 
 
 def contender(shape: str, name: str, seconds: float, title: str = "") -> Group:

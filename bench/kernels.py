@@ -41,11 +41,11 @@ def contenders(call: Call, device: torch.device) -> Iterator[tuple[str, Callable
 
         yield OURS if kernel == "kernel" else f"{OURS}, {kernel}", ours
     compiled = torch.compile(call.function, dynamic=False, backend="inductor" if is_cuda else "eager")
-    for name, each in (("eager", call), ("torch.compile", replace(call, function=compiled))):
+    for name, contender in (("eager", call), ("torch.compile", replace(call, function=compiled))):
 
-        def reference(each: Call = each) -> None:
+        def reference(contender: Call = contender) -> None:
             with use_impl("reference"):
-                each.run()
+                contender.run()
 
         yield name, reference
 
@@ -53,15 +53,15 @@ def contenders(call: Call, device: torch.device) -> Iterator[tuple[str, Callable
 def least_work(call: Call) -> tuple[int, int]:
     """FLOPs of the products, and bytes that have to be read or written."""
 
-    def size(given: list[torch.Tensor]) -> int:
-        return sum(x.numel() * x.element_size() for x in given)
+    def size(inputs: list[torch.Tensor]) -> int:
+        return sum(x.numel() * x.element_size() for x in inputs)
 
     with use_impl("reference"):
         outputs, leaves = call.outputs(None)
         with FlopCounterMode(display=False) as counter:
             call.run()
-    given = size([*tensors((call.args, call.kwargs))])
-    num_bytes = given + size(outputs) + (given + size(outputs) + size(leaves) if leaves else 0)
+    inputs = size([*tensors((call.args, call.kwargs))])
+    num_bytes = inputs + size(outputs) + (inputs + size(outputs) + size(leaves) if leaves else 0)
     return counter.get_total_flops(), num_bytes
 
 
@@ -74,10 +74,10 @@ def result(name: str, call: Call, run: Callable[[], None], device: torch.device,
         is_wrong = name.startswith(OURS) and not isinstance(error, torch.OutOfMemoryError)  # of a smaller card
         return {"contender": name, "error": reason(error), "ok": not is_wrong}
     low, *_, high = statistics.quantiles(times, n=20, method="inclusive")
-    found = {"contender": name, "ms": statistics.median(times), "ms_p5": low, "ms_p95": high}
+    measured = {"contender": name, "ms": statistics.median(times), "ms_p5": low, "ms_p95": high}
     num_flops, num_bytes = least_work(call) if is_cuda else (0, 0)
-    rates = {"tflops": num_flops / found["ms"] / 1e9, "gb_per_second": num_bytes / found["ms"] / 1e6}
-    return found | {"allocated_gib": allocated} | rates
+    rates = {"tflops": num_flops / measured["ms"] / 1e9, "gb_per_second": num_bytes / measured["ms"] / 1e6}
+    return measured | {"allocated_gib": allocated} | rates
 
 
 def line(r: dict[str, Any]) -> str:
@@ -106,8 +106,8 @@ def main() -> int:
             call = entry.call(device, torch.bfloat16 if is_cuda else torch.float32, *sizes)
             shape = entry.label(sizes)
             for contender, run in contenders(call, device):
-                found = result(contender, call, run, device, options.repeats if is_cuda else 3)
-                results.add(f"{name}, {shape}: {line(found)}", case=name, shape=shape, **found)
+                measured = result(contender, call, run, device, options.repeats if is_cuda else 3)
+                results.add(f"{name}, {shape}: {line(measured)}", case=name, shape=shape, **measured)
                 if is_cuda:
                     torch.cuda.empty_cache()
             torch.compiler.reset()

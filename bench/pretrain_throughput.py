@@ -102,15 +102,15 @@ def measure(build: Build, config: ef.Config, corpus: Path, options: argparse.Nam
     }
 
 
-def columns(found: Mapping[str, Any]) -> list[str]:
-    captures = found.get("capture_seconds")
+def columns(result: Mapping[str, Any]) -> list[str]:
+    captures = result.get("capture_seconds")
     return [
-        f"{found['tokens_per_second']:,.0f}",
-        f"{found['mfu']:.1%}" if found["mfu"] else "–",
-        f"{found['peak_gib']:.1f}" if found["peak_gib"] else "–",
-        f"{found['step_ms']:.2f} ({found['step_ms_p5']:.2f} to {found['step_ms_p95']:.2f})",
-        f"{found['mean_loss']:.1f}",
-        f"{found['warm_up_seconds']:.0f}" + (f", captures {captures}" if captures else ""),
+        f"{result['tokens_per_second']:,.0f}",
+        f"{result['mfu']:.1%}" if result["mfu"] else "–",
+        f"{result['peak_gib']:.1f}" if result["peak_gib"] else "–",
+        f"{result['step_ms']:.2f} ({result['step_ms_p5']:.2f} to {result['step_ms_p95']:.2f})",
+        f"{result['mean_loss']:.1f}",
+        f"{result['warm_up_seconds']:.0f}" + (f", captures {captures}" if captures else ""),
     ]
 
 
@@ -140,16 +140,16 @@ def main() -> int:
         rows = []
         for name in chosen(options.only, config):
             try:
-                found = measure(CONTENDERS[name], config, corpus, options)
+                result = measure(CONTENDERS[name], config, corpus, options)
             except Exception as error:  # not installed, out of memory, not compilable: continue with the others
                 is_wrong = name.startswith("electra-fast") and not isinstance(error, torch.OutOfMemoryError)
                 results.add(f"{title}, {name}: {reason(error)}", ok=not is_wrong)
                 rows.append([name, reason(error), *[""] * (len(HEADER) - 2)])
             else:
-                units = zip(columns(found), ("tok/s", "MFU", "GiB", "ms", "loss", "s to warm up"), strict=True)
+                units = zip(columns(result), ("tok/s", "MFU", "GiB", "ms", "loss", "s to warm up"), strict=True)
                 line = f"{title}, {name}: " + ", ".join(" ".join(pair) for pair in units)
-                results.add(line, shape=text, overrides=overrides, step=name, **found)
-                rows.append([name, *columns(found)])
+                results.add(line, shape=text, overrides=overrides, step=name, **result)
+                rows.append([name, *columns(result)])
             torch.compiler.reset()
             gc.collect()
             if options.device.type == "cuda":

@@ -46,8 +46,8 @@ def make_model(options: argparse.Namespace, kind: str) -> Path:
 def questions(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Pairs of question and context; made-up ones are as long as those of SQuAD, five per context."""
     if options.squad:
-        found = [(question, context) for _, question, context in iterate_questions(options.squad)]
-        return found[: options.questions]
+        question_pairs = [(question, context) for _, question, context in iterate_questions(options.squad)]
+        return question_pairs[: options.questions]
     words = [entry for entry in options.vocab.read_text().split() if entry.startswith("w")]
     random = np.random.default_rng(0)
     text = lambda length: " ".join(words[i] for i in random.zipf(1.2, length) % len(words))  # noqa: E731
@@ -122,8 +122,8 @@ def main() -> None:
             if "missing" in rounds[0][name]:
                 results.add(f"{kind:18} {name:24} not in this version of transformers", kind=kind, contender=name)
                 continue
-            speed = statistics.median(each[name]["per_second"] for each in rounds)
-            ratio = statistics.median(each["ours"]["per_second"] / each[name]["per_second"] for each in rounds)
+            speed = statistics.median(turn[name]["per_second"] for turn in rounds)
+            ratio = statistics.median(turn["ours"]["per_second"] / turn[name]["per_second"] for turn in rounds)
             line = f"{kind:18} {name:24} {speed:8,.1f} per second  {ratio:6.2f} times our time"
             results.add(line, kind=kind, contender=name, per_second=speed, ratio=ratio)
 

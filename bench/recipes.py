@@ -103,7 +103,7 @@ class Study:
         *lines, rest = results.read_text().split("\n") if results.exists() else [""]
         if rest:  # a line that a crash cut short
             replace_file(results, "".join(f"{line}\n" for line in lines))
-        self.found: dict[str, dict[str, Any]] = {_name(each["run"]): each for each in map(json.loads, lines)}
+        self.lines: dict[str, dict[str, Any]] = {_name(record["run"]): record for record in map(json.loads, lines)}
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Makes vocabulary and corpus; trains the corruptor unless the text is that of the log."""
@@ -184,12 +184,12 @@ class Study:
         return ef.Config.preset(self.scale.preset, "google").data.sequence_length
 
     def _corruption(self, corruptor: str) -> str:
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         filler = load_corruptor(corruptor, self.corpus)
         for row, batch in self._validation():
             for ids in corrupted_rows({**batch, "sampled_ids": filler.sample(batch, row)}):
-                found.update(ids.numpy().astype("<i4").tobytes())
-        return found.hexdigest()[:16]
+                digest.update(ids.numpy().astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
 
     def _validation(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """Yields the batches of validation text, each with the number of its first row."""
@@ -204,10 +204,10 @@ class Study:
     def glue_hash(self) -> str | None:
         if self.glue is None:
             return None
-        found = hashlib.sha256()
-        for path in sorted(each for ending in ("tsv", "txt") for each in self.glue.rglob(f"*.{ending}")):
-            found.update(str(path.relative_to(self.glue)).encode() + path.read_bytes())
-        return found.hexdigest()[:16]
+        digest = hashlib.sha256()
+        for path in sorted(file for ending in ("tsv", "txt") for file in self.glue.rglob(f"*.{ending}")):
+            digest.update(str(path.relative_to(self.glue)).encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
 
     def identity(self, job: Job) -> dict[str, Any]:
         """The key of a result: everything that it depends on, apart from the version."""
@@ -231,11 +231,11 @@ class Study:
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """Returns the measurements of a finished run; None if there are none, or none of the requested tasks."""
-        return self._if_whole(self.found.get(_name(self.identity(job)), {}).get("result"), job)
+        return self._if_whole(self.lines.get(_name(self.identity(job)), {}).get("result"), job)
 
     def point(self, setting: Setting, budget: float, num_seeds: int) -> Point:
-        found = [self.result(Job(setting, budget, seed)) for seed in range(num_seeds)]
-        return Point(setting.name, budget, [each for each in found if each is not None])
+        results = [self.result(Job(setting, budget, seed)) for seed in range(num_seeds)]
+        return Point(setting.name, budget, [result for result in results if result is not None])
 
     def run(self, jobs: Iterable[Job], num_workers: int) -> None:
         """Does all runs that are not finished, `num_workers` at a time. Raises SystemExit if one failed."""
@@ -276,7 +276,7 @@ class Study:
             line = {"run": identity, "name": job.setting.name, "result": result, "version": ef.__version__}
             line |= {"torch": torch.__version__, "commit": commit(), "processor": processor()}
             file.write(json.dumps(line) + "\n")
-            self.found[_name(identity)] = line
+            self.lines[_name(identity)] = line
         print(f"{job.setting.name}, {job.budget:.0e}, seed {job.seed}: {'  '.join(columns([result]))}", flush=True)
         return True
 
@@ -318,27 +318,27 @@ def hour(study: Study, num_seeds: int) -> str:
     chosen = []
     for seed in range(num_seeds):
         for settings in HOUR:
-            trials = [Job(each, 0, 0, hours=TRIAL_HOURS) for each in settings]
+            trials = [Job(setting, 0, 0, hours=TRIAL_HOURS) for setting in settings]
             if len(trials) > 1:
                 study.run(trials, 1)
             best = trials[0] if len(trials) == 1 else max(trials, key=lambda job: merit(study.result(job)))
             study.run([Job(best.setting, 0, seed, FINETUNE_SEEDS, hours=1)], 1)
             chosen.append(best.setting)
-    study.run([Job(each, 0, 0, FINETUNE_SEEDS) for each in chosen], 1)
-    return hour_table(study.found.values())
+    study.run([Job(setting, 0, 0, FINETUNE_SEEDS) for setting in chosen], 1)
+    return hour_table(study.lines.values())
 
 
 def compare(study: Study, name: str, only: Sequence[str], budgets: Sequence[float], seeds: int, workers: int) -> str:
     """Runs a study's settings, or those that match `only`, with every seed; reports on all known runs."""
-    named = [each for each in STUDIES[name] if any(fnmatch(each.name, pattern) for pattern in only)]
+    named = [item for item in STUDIES[name] if any(fnmatch(item.name, pattern) for pattern in only)]
     if only and not named:
         sys.exit(f"--only {' '.join(only)}: no setting has such a name; they are in lib/recipe_studies.py")
     settings = named if only else STUDIES[name]
-    finetune = {each: int(study.glue is not None and each >= study.scale.finetuned_from) for each in budgets}
+    finetune = {item: int(study.glue is not None and item >= study.scale.finetuned_from) for item in budgets}
     runs = product(budgets, range(seeds), settings)
-    study.run([Job(each, budget, seed, finetune[budget]) for budget, seed, each in runs], workers)
+    study.run([Job(item, budget, seed, finetune[budget]) for budget, seed, item in runs], workers)
     levels = sorted({*budgets, *LEVELS})
-    curves = {each.name: [study.point(each, budget, NUM_SEEDS) for budget in levels] for each in settings}
+    curves = {item.name: [study.point(item, budget, NUM_SEEDS) for budget in levels] for item in settings}
     return report(curves)
 
 
@@ -347,9 +347,9 @@ def main() -> None:
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale", choices=SCALES, default="mini")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--study", choices=STUDIES)
-    what.add_argument("--hour", action="store_true", help="of all cores, beside `transformers`")
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("--study", choices=STUDIES)
+    work.add_argument("--hour", action="store_true", help="of all cores, beside `transformers`")
     parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="of each run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
@@ -370,7 +370,7 @@ def main() -> None:
         if options.hour:
             print(hour(study, options.seeds))
         else:
-            budgets = [each * TFLOP for each in options.tflop]
+            budgets = [number * TFLOP for number in options.tflop]
             print(compare(study, options.study, options.only, budgets, options.seeds, os.cpu_count() or 1))
 
 

@@ -82,7 +82,7 @@ def failures(gpus: int) -> list[str]:
     between = GPU_FAILURE_SECONDS / gpus
     best = math.sqrt(2 * PAUSE * between)
     default = 5_000 * MODELS["large"][3] / MODELS["large"][4]
-    lost = [f"{PAUSE / each + (each / 2 + RESTART) / between:.2%}" for each in (best, default)]
+    lost = [f"{PAUSE / interval + (interval / 2 + RESTART) / between:.2%}" for interval in (best, default)]
     return [f"{between / 3600:,.0f} h", f"{best / 60:.0f} min", *lost]
 
 

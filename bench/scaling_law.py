@@ -43,11 +43,13 @@ LEGEND = {
     "google-rotary": "published recipe + rotary positions",
     "mlm": "MLM, same encoder as modern",
 }
-SHAPES = [each for each in STUDIES["sizes"] if each.batch_factor == 1]
+SHAPES = [shape for shape in STUDIES["sizes"] if shape.batch_factor == 1]
 BUDGETS = (10, 30, 90, 270, 800, 2_400, 7_200)
 """TFLOP of the table of shapes."""
 PICTURE = BENCH.parent / "docs/images/scaling.png"
-SETTINGS = {each.name: each for each in (STUDIES["curves"][0], *STUDIES["sizes"], *STUDIES["epochs"], *HOUR[0])}
+SETTINGS = {
+    setting.name: setting for setting in (STUDIES["curves"][0], *STUDIES["sizes"], *STUDIES["epochs"], *HOUR[0])
+}
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class Point:
 
 def lines(path: Path = BENCH / "data/recipes.jsonl") -> list[dict[str, Any]]:
     """Reads the results on the text that the last run was evaluated on; of two with equal settings, the later one."""
-    found = [line for line in map(json.loads, path.read_text().splitlines()) if line["run"]["scale"] == SCALE]
-    last = found[-1]["run"]["judged_on"]
-    return [*{str(line["run"]): line for line in found if line["run"]["judged_on"] == last}.values()]
+    records = [line for line in map(json.loads, path.read_text().splitlines()) if line["run"]["scale"] == SCALE]
+    last = records[-1]["run"]["judged_on"]
+    return [*{str(line["run"]): line for line in records if line["run"]["judged_on"] == last}.values()]
 
 
 def points(path: Path = BENCH / "data/recipes.jsonl") -> list[Point]:
-    found: dict[tuple[str, int, int, float], list[float]] = {}
+    errors_by_run: dict[tuple[str, int, int, float], list[float]] = {}
     for line in lines(path):
         keys = line["run"]["keys"]
         result = line["result"]
@@ -87,16 +89,16 @@ def points(path: Path = BENCH / "data/recipes.jsonl") -> list[Point]:
         tokens = float(f"{result['tokens']:.3g}")  # seeds may differ by the rest of a batch
         name = f"{model.num_layers} x {model.hidden_size}"
         key = (name, layer_weights(model), round(tokens), CORPUS_TOKENS / setting.parts)
-        found.setdefault(key, []).append(1 - auc(result))
-    means = [Point(*key, statistics.mean(errors), len(errors)) for key, errors in found.items()]
-    past = [each for each in means if each.error <= 1 - LOWEST_AUC or each.epochs > 1]
-    return sorted(past, key=lambda each: (each.weights, each.tokens, each.epochs))
+        errors_by_run.setdefault(key, []).append(1 - auc(result))
+    means = [Point(*key, statistics.mean(errors), len(errors)) for key, errors in errors_by_run.items()]
+    past = [point for point in means if point.error <= 1 - LOWEST_AUC or point.epochs > 1]
+    return sorted(past, key=lambda point: (point.weights, point.tokens, point.epochs))
 
 
 def fit(known: Sequence[Point]) -> ScalingLaw:
     """Returns the law of least squares in the logarithm of the error: of fresh text, then the worth of repeats."""
-    fresh = [each for each in known if each.epochs <= 1]
-    weights, tokens, errors = np.array([(each.weights / 1e6, each.tokens / 1e6, each.error) for each in fresh]).T
+    fresh = [point for point in known if point.epochs <= 1]
+    weights, tokens, errors = np.array([(point.weights / 1e6, point.tokens / 1e6, point.error) for point in fresh]).T
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         floor, size, alpha, data, beta = np.exp(logarithms)
@@ -104,12 +106,12 @@ def fit(known: Sequence[Point]) -> ScalingLaw:
 
     starts = [np.log([floor, 0.02, alpha, 0.3, 0.7]) for floor in (0.01, 0.08) for alpha in (0.2, 0.8)]
     solved = (least_squares(residuals, start, bounds=(math.log(1e-4), math.log(10))) for start in starts)
-    constants = np.exp(min(solved, key=lambda each: float(each.cost)).x).tolist()
-    repeated = [each for each in known if each.epochs > 1]
+    constants = np.exp(min(solved, key=lambda solution: float(solution.cost)).x).tolist()
+    repeated = [point for point in known if point.epochs > 1]
 
     def worth(logarithm: float) -> float:
         law = ScalingLaw(*constants, math.exp(logarithm))
-        return sum(_residual(law, each) ** 2 for each in repeated)
+        return sum(_residual(law, point) ** 2 for point in repeated)
 
     bounds = (math.log(0.1), math.log(1000))
     epochs = math.exp(minimize_scalar(worth, bounds=bounds, method="bounded").x) if repeated else math.nan
@@ -123,9 +125,9 @@ def _residual(law: ScalingLaw, point: Point) -> float:
 def intervals(known: Sequence[Point], draws: int, measure: Callable[[ScalingLaw], Sequence[float]]) -> np.ndarray:
     """The 5th and 95th percentiles of what follows from the law, by draws of the points of fresh text."""
     random_ = random.Random(0)
-    fresh, repeated = ([each for each in known if (each.epochs > 1) == is_repeated] for is_repeated in (False, True))
-    found = [measure(fit(random_.choices(fresh, k=len(fresh)) + repeated)) for _ in range(draws)]
-    return np.percentile(found, (5, 95), axis=0)
+    fresh, repeated = ([point for point in known if (point.epochs > 1) == is_repeated] for is_repeated in (False, True))
+    estimates = [measure(fit(random_.choices(fresh, k=len(fresh)) + repeated)) for _ in range(draws)]
+    return np.percentile(estimates, (5, 95), axis=0)
 
 
 def report(known: Sequence[Point], draws: int) -> Iterator[str]:
@@ -138,15 +140,15 @@ def report(known: Sequence[Point], draws: int) -> Iterator[str]:
     yield markdown(["constant", "value", "90 % of the draws"], rows)
     rows = []
     missed = []
-    for each in known:
-        others = fit([other for other in known if other != each])
-        expected, held_out = (law_.error(each.weights, each.tokens, each.text) for law_ in (law, others))
-        missed.append(each.error / held_out - 1)
-        cells = [f"{each.tokens / 1e6:.3g} M", f"{each.epochs:.2g}", f"{each.error:.3f}", f"{expected:.3f}"]
-        rows.append([each.shape, *cells, f"{held_out:.3f}", str(each.seeds)])
+    for point in known:
+        others = fit([other for other in known if other != point])
+        expected, held_out = (law_.error(point.weights, point.tokens, point.text) for law_ in (law, others))
+        missed.append(point.error / held_out - 1)
+        cells = [f"{point.tokens / 1e6:.3g} M", f"{point.epochs:.2g}", f"{point.error:.3f}", f"{expected:.3f}"]
+        rows.append([point.shape, *cells, f"{held_out:.3f}", str(point.seeds)])
     yield markdown(["layers x width", "tokens", "epochs", "1 - AUC", "law", "law without it", "seeds"], rows)
-    spread = math.sqrt(statistics.mean(each**2 for each in missed))
-    yield markdown(["TFLOP", *(each.name for each in SHAPES)], list(shapes_by_budget(law)))
+    spread = math.sqrt(statistics.mean(error**2 for error in missed))
+    yield markdown(["TFLOP", *(shape.name for shape in SHAPES)], list(shapes_by_budget(law)))
     yield f"Points are missed by {spread:.1%} (root of the mean square) by fits without them."
 
 
@@ -168,7 +170,7 @@ def tasks() -> dict[str, dict[float, list[float]]]:
 
     The runs of an hour took that long. Those with a budget of FLOPs count as long as our run of an hour takes for them.
     """
-    found: dict[str, dict[float, list[float]]] = {}
+    curves: dict[str, dict[float, list[float]]] = {}
     a_minute = 60 * HOUR[0][0].tokens_per_second * flops_per_token(HOUR[0][0])
     for line in lines():
         result = line["result"]
@@ -178,17 +180,17 @@ def tasks() -> dict[str, dict[float, list[float]]]:
         is_current = line["run"]["keys"].get("data.mask_prob") == MASK_PROB.get(name)
         if (name in MASK_PROB or trainer) and is_current and "tasks" in result and result["tokens"]:
             minutes = budget / a_minute if budget else 60.0
-            found.setdefault(name, {}).setdefault(round(minutes, 2), []).append(score(result))
-    return {name: dict(sorted(curve.items())) for name, curve in found.items()}
+            curves.setdefault(name, {}).setdefault(round(minutes, 2), []).append(score(result))
+    return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 
 def shapes_by_budget(law: ScalingLaw) -> Iterator[list[str]]:
     """Yields what the law expects of each shape with a budget, and the tokens that it reads."""
-    costs = [flops_per_token(each) for each in SHAPES]
-    weights = [layer_weights(_config(each.keys).model) for each in SHAPES]
+    costs = [flops_per_token(size) for size in SHAPES]
+    weights = [layer_weights(_config(size.keys).model) for size in SHAPES]
     for budget in BUDGETS:
         read = [budget * TFLOP / cost for cost in costs]
-        errors = [law.error(*each) for each in zip(weights, read, strict=True)]
+        errors = [law.error(*arguments) for arguments in zip(weights, read, strict=True)]
         cells = [
             f"{error:.3f} ({tokens / 1e6:.{0 if tokens > 1e7 else 1}f} M)"
             if error <= 1 - LOWEST_AUC
@@ -207,17 +209,21 @@ def draw(known: Sequence[Point], law: ScalingLaw, path: Path = PICTURE) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for color, shape in enumerate(dict.fromkeys(each.shape for each in known)):
-        own = [each for each in known if each.shape == shape and each.epochs <= 1]
-        line = np.geomspace(own[0].tokens, own[-1].tokens)
-        left.loglog(line / 1e6, [law.error(own[0].weights, tokens) for tokens in line], color=f"C{color}")
+    for color, shape in enumerate(dict.fromkeys(point.shape for point in known)):
+        of_shape = [point for point in known if point.shape == shape and point.epochs <= 1]
+        line = np.geomspace(of_shape[0].tokens, of_shape[-1].tokens)
+        left.loglog(line / 1e6, [law.error(of_shape[0].weights, tokens) for tokens in line], color=f"C{color}")
         left.plot(
-            [each.tokens / 1e6 for each in own], [each.error for each in own], "o", color=f"C{color}", label=shape
+            [point.tokens / 1e6 for point in of_shape],
+            [point.error for point in of_shape],
+            "o",
+            color=f"C{color}",
+            label=shape,
         )
     left.set(title="layers x width: runs, and the law", xlabel="million tokens", ylabel="1 - AUC")
     for place, (name, curve) in enumerate(tasks().items()):
         means = [statistics.mean(scores) for scores in curve.values()]
-        margins = [[m - min(each), max(each) - m] for m, each in zip(means, curve.values(), strict=True)]
+        margins = [[mean - min(scores), max(scores) - mean] for mean, scores in zip(means, curve.values(), strict=True)]
         label = LEGEND.get(name, name)
         bars = [*zip(*margins, strict=True)]
         right.errorbar([x * 1.02**place for x in curve], means, bars, marker="o", label=label)

@@ -65,9 +65,9 @@ class Worker:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"batches": batches, "seconds": seconds, "least": LEAST}) + "\n")
         self.process.stdin.flush()
-        found = json.loads(self.process.stdout.readline())
-        self.times.setdefault(cell, []).append(found["seconds"])
-        self.labels[cell] = found["labels"]
+        answer = json.loads(self.process.stdout.readline())
+        self.times.setdefault(cell, []).append(answer["seconds"])
+        self.labels[cell] = answer["labels"]
 
     def rate(self, cell: Cell) -> float:
         """Texts per second."""
@@ -112,9 +112,9 @@ def folder_of(kind: str, folder: Path, cache: Path, python: str) -> Path:
             command = [sys.executable, "-m", "electra_fast", "export", str(folder), "--out", str(partial), "--onnx"]
             labeled = str(cache.parent / "labeled.jsonl")
             command += ["--int8", "--data", labeled, "--accept-loss", "100"] if kind == "int8" else []
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode:
-            print(f"{kind}: {(found.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            print(f"{kind}: {(process.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
             return partial
         partial.rename(out)
     return out
@@ -209,7 +209,7 @@ def main() -> None:
         options.seconds = 0.0
     made = make_inputs(options)
     options.data = options.data or made
-    models = dict(each.split("=", 1) for each in options.models or [f"random={make_tasks(options, 'sst2')[1]}"])
+    models = dict(model.split("=", 1) for model in options.models or [f"random={make_tasks(options, 'sst2')[1]}"])
     data = glue.read("sst2", options.data)
     write_labeled(options.cache / "serving" / "labeled.jsonl", data)
     texts = texts_by_length([text for (text, *_) in data.dev[0].texts])

@@ -59,16 +59,20 @@ class Operators(TorchDispatchMode):
         self.seconds = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        outputs = [x for x in tree_iter(found) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_iter(result) if isinstance(x, Tensor)]
         inputs = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         storages = {x.untyped_storage()._cdata for x in inputs}
         is_view = not func._schema.is_mutable and all(x.untyped_storage()._cdata in storages for x in outputs)
         if func.namespace != "prim" and not is_view and name not in ALLOCATIONS:
-            lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
-            self.add(name, inputs, outputs, lists, self.flops(func, args, found), func._schema.is_mutable)
-        return found
+            lists = [
+                argument
+                for argument in args
+                if isinstance(argument, list | tuple) and argument and isinstance(argument[0], Tensor)
+            ]
+            self.add(name, inputs, outputs, lists, self.flops(func, args, result), func._schema.is_mutable)
+        return result
 
     def add(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], lists: list[Any], flops: float, mutates: bool
@@ -84,7 +88,7 @@ class Operators(TorchDispatchMode):
         self.seconds[name] += max((read + written) / BANDWIDTH, flops / TFLOPS)
 
     @staticmethod
-    def flops(func: Any, args: Any, found: Any) -> float:
+    def flops(func: Any, args: Any, result: Any) -> float:
         """Of products; those of our kernels by the tokens of their first matrix and the matrices of their weights."""
         name = func._schema.name
         if "attention" in name:
@@ -103,7 +107,7 @@ class Operators(TorchDispatchMode):
             gives_both = "backward" in name and "matmul" not in name  # gradients of the input and of the weights
             return 2 * num_rows * weights * (1 + gives_both)
         count = flop_registry.get(func.overloadpacket)
-        return count(*args, out_val=found) if count else 0
+        return count(*args, out_val=result) if count else 0
 
 
 def is_ids(x: Any) -> bool:
@@ -122,7 +126,7 @@ def count_step(config: ef.Config, attention: str) -> tuple[Operators, Operators]
     in_fp32 = mock.patch.object(fused, "weight_gradient", lambda dy, x: torch.mm(dy.T, x, out_dtype=torch.float32))
 
     def adamw(*lists: Any, **_: Any) -> None:
-        update.add("_fused_adamw", [x for each in lists for x in each], [], [*lists[:4]], 0, True)
+        update.add("_fused_adamw", [x for tensors in lists for x in tensors], [], [*lists[:4]], 0, True)
 
     fused.kernels()  # imported before Triton is told to interpret them, so that operations take them on a CPU
     with (
@@ -169,7 +173,7 @@ def main() -> int:
         parts = count_step(config, attention)
         launches, num_bytes, seconds = (
             [sum(counter.values()) for counter in counters]
-            for counters in zip(*((each.launches, each.bytes, each.seconds) for each in parts), strict=True)
+            for counters in zip(*((part.launches, part.bytes, part.seconds) for part in parts), strict=True)
         )
         results.add(
             f"{label(config, text)}, {attention}: {launches[0]} + {launches[1]} launches, "
@@ -179,7 +183,7 @@ def main() -> int:
         )  # fmt: skip
         total = parts[0].seconds + parts[1].seconds
         for name, least in total.most_common(options.top):
-            counts = sum(each.launches[name] for each in parts), sum(each.bytes[name] for each in parts)
+            counts = sum(part.launches[name] for part in parts), sum(part.bytes[name] for part in parts)
             results.add(f"{1e3 * least:8.3f} ms {counts[0]:5d}x {counts[1] / 1e9:8.3f} GB  {name}", shape=text)
     return results.exit_code()
 

@@ -49,17 +49,22 @@ def check_samples(device: torch.device, dtype: torch.dtype, width: int, num_slot
 def check_losses(corpus: Path, device: torch.device, execution: str, steps: int) -> dict[str, Any]:
     """Losses of a short run against fp32 on the CPU (same rows, masks, keys), references, eager, and itself."""
     truth = true_losses(corpus, steps)
-    found, again = (losses(corpus, device, execution, steps) for _ in range(2))
-    gap = max(abs(a - b) / a for a, b in zip(truth, found, strict=True))
-    result = {"first": found[0], "last": found[-1], "largest_gap": gap, "same_bits_again": found == again}
-    ok = gap < 0.02 and found[-1] < found[0] and found == again
+    run_losses, again = (losses(corpus, device, execution, steps) for _ in range(2))
+    gap = max(abs(a - b) / a for a, b in zip(truth, run_losses, strict=True))
+    result = {
+        "first": run_losses[0],
+        "last": run_losses[-1],
+        "largest_gap": gap,
+        "same_bits_again": run_losses == again,
+    }
+    ok = gap < 0.02 and run_losses[-1] < run_losses[0] and run_losses == again
     if execution == "eager":
         with use_impl("reference"):
             references = losses(corpus, device, execution, steps)
-        result["largest_gap_to_references"] = max(abs(a - b) / a for a, b in zip(references, found, strict=True))
+        result["largest_gap_to_references"] = max(abs(a - b) / a for a, b in zip(references, run_losses, strict=True))
         ok &= result["largest_gap_to_references"] < 0.02
     if execution == "graph":
-        result["equals_eager"] = found == losses(corpus, device, "eager", steps)
+        result["equals_eager"] = run_losses == losses(corpus, device, "eager", steps)
         ok &= result["equals_eager"]
     return {"ok": ok, **result}
 
@@ -79,12 +84,12 @@ def losses(
 ) -> list[float]:
     config = shape("tiny:64:google:0", {"data.sequence_length": "64", "train.steps": str(max(2, steps))})
     step = new_step(config, device, execution, compute, num_processes=1)
-    found = []
+    step_losses = []
     for number, rows in zip(range(steps), loader(corpus, config), strict=False):
         step(rows, number)
-        found.append(float(step.stage.objective.metrics(step.read_totals())["loss"] or 0))
+        step_losses.append(float(step.stage.objective.metrics(step.read_totals())["loss"] or 0))
         step.set_totals({})
-    return found
+    return step_losses
 
 
 def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> Iterator[tuple[str, Check]]:
@@ -107,14 +112,14 @@ def main() -> int:
     results = Results(options.results, options.device)
     for name, check in checks(options.only, options.device, options.cache, options.quick):
         try:
-            found = check()
+            result = check()
         except ImportError as error:
             results.add(f"{name}: {reason(error)}")
             continue
         except Exception as error:  # the other checks are to be made all the same
             results.add(f"{name}: {reason(error)}", ok=False)
             continue
-        results.add(f"{name}: {listed(found)}", check=name, **found)
+        results.add(f"{name}: {listed(result)}", check=name, **result)
     return results.exit_code()
 
 

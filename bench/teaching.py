@@ -81,7 +81,7 @@ def teach(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         _start_from(options.out / "study" / "first", out, name)
     overrides = arguments.pop("overrides", {}) | {f"finetune.{key}": row[key] for key in KEYS}
     model = teacher / name / "seed-0" / "model"
-    found = ef.finetune(
+    result = ef.finetune(
         options.student,
         out=out,
         teacher=model,
@@ -92,20 +92,20 @@ def teach(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     )[name]
     if options.study and not (options.out / "study" / "first").exists():
         shutil.copytree(out, options.out / "study" / "first")
-    metric = f"{found['metric']}_test" if f"{found['metric']}_test" in found["medians"] else found["metric"]
+    metric = f"{result['metric']}_test" if f"{result['metric']}_test" in result["medians"] else result["metric"]
     scores = {
-        key: found[source][metric]
+        key: result[source][metric]
         for key, source in {"alone": "alone", "taught": "medians", "teacher": "teacher"}.items()
     }
-    runs = [run[metric] for run in found["runs"]]
-    about = {"metric": metric, "runs": runs, "seconds": found["seconds_per_thousand"]}
+    runs = [run[metric] for run in result["runs"]]
+    about = {"metric": metric, "runs": runs, "seconds": result["seconds_per_thousand"]}
     return row | scores | about | {"commit": commit(), "processor": processor()}
 
 
 def _start_from(first: Path, out: Path, name: str) -> None:
     """Copies what the rows of the study share: the student alone, and the teacher's answers."""
     if first.exists() and not out.exists():
-        seeds = lambda folder, names: [each for each in names if each[:5] == "seed-" and Path(folder).name == name]  # noqa: E731
+        seeds = lambda folder, names: [name_ for name_ in names if name_[:5] == "seed-" and Path(folder).name == name]  # noqa: E731
         shutil.copytree(first, out, ignore=seeds)
 
 
@@ -115,8 +115,8 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         alone, taught, teacher = (line[key] for key in ("alone", "taught", "teacher"))
         closed = f"{(taught - alone) / (teacher - alone):.0%}" if teacher > alone else ""
-        scores = [f"{100 * each:.1f}" for each in (alone, taught, teacher)]
-        spread = f" ({', '.join(f'{100 * each:.1f}' for each in line['runs'])})" if len(line["runs"]) > 1 else ""
+        scores = [f"{100 * value:.1f}" for value in (alone, taught, teacher)]
+        spread = f" ({', '.join(f'{100 * value:.1f}' for value in line['runs'])})" if len(line["runs"]) > 1 else ""
         seconds = [f"{line['seconds'][key]:.2f}" for key in ("student", "teacher")]
         names = [str(line[key]) for key in ("data", *KEYS, "metric")]
         rows.append([*names, scores[0], scores[1] + spread, scores[2], closed, *seconds])

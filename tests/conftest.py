@@ -91,16 +91,16 @@ def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
     """A function that says for which libraries fp32 products are switched in calls of a class's method from then on."""
 
     def watch(owner: type, method: str = "forward") -> set[str]:
-        found: set[str] = set()
+        libraries: set[str] = set()
         original = getattr(owner, method)
         switch = torch.backends.mkldnn.matmul
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            found.add("onednn" if switch.fp32_precision == "bf16" else "default")
+            libraries.add("onednn" if switch.fp32_precision == "bf16" else "default")
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, method, watched)
-        return found
+        return libraries
 
     return watch
 
@@ -261,8 +261,8 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, gl
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seed_run, "_NUM_LOGS", NUM_LOGS)
-        found = electra_fast.finetune(encoder_folder, glue=glue_folder, out=out, seeds=2, overrides=QUICK)
-    return out, found
+        results = electra_fast.finetune(encoder_folder, glue=glue_folder, out=out, seeds=2, overrides=QUICK)
+    return out, results
 
 
 @pytest.fixture

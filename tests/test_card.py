@@ -63,16 +63,16 @@ def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_card(
     name: str, capability: tuple[int, int], gfx: str, architecture: str, peaks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Card(name, capability, is_rocm=bool(gfx), gfx=gfx)
-    assert found.architecture == architecture and found.is_hopper == (architecture == "Hopper")
+    card = Card(name, capability, is_rocm=bool(gfx), gfx=gfx)
+    assert card.architecture == architecture and card.is_hopper == (architecture == "Hopper")
     expected = [None if peak is None else pytest.approx(peak * 1e12) for peak in peaks or [None] * 3]
-    assert [found.peak_flops(precision) for precision in ("bf16", "fp16", "fp32")] == expected
-    monkeypatch.setattr(compute, "card_of", lambda _: found)
+    assert [card.peak_flops(precision) for precision in ("bf16", "fp16", "fp32")] == expected
+    monkeypatch.setattr(compute, "card_of", lambda _: card)
     precision = "fp16" if architecture in ("Volta", "Turing") else "fp32" if name.endswith(SLOW) else "bf16"
     monkeypatch.setattr("electra_fast.model.attention.missing_for_triton", lambda _: None)
     shape = ModelConfig()
     has_flash = precision == "bf16" and not gfx
-    for length, best in ((128, "short" if found.is_hopper else "varlen"), (512, "varlen")):
+    for length, best in ((128, "short" if card.is_hopper else "varlen"), (512, "varlen")):
         attention = choose_attention("auto", shape, CUDA, DTYPES[precision], length)
         assert attention == (best if has_flash else "sdpa")
     if DTYPES[precision] != torch.float32:
@@ -80,7 +80,7 @@ def test_a_card(
         config = Config().override({"train.precision": precision})
         assert ("short" in available_attention(config, CUDA)) == fits
     assert choose_precision("auto", CUDA) == precision and choose_precision("fp32", CUDA) == "fp32"
-    assert (missing_for_triton(found) is None) == (architecture not in ("", "Volta"))
+    assert (missing_for_triton(card) is None) == (architecture not in ("", "Volta"))
 
 
 def test_a_run_names_the_card_and_the_peak_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ NAMES = "日本 é 😀 \x85"
 def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, monkeypatch, encoding):
     """JSON is UTF-8 or ASCII; text that people read has Python's escapes for what the encoding lacks."""
     (tmp_path / "names.txt").write_text(f"{NAMES}\nnext\n", encoding="utf-8")
-    words = [str(each) for each in ("detect", whole_run, tmp_path / "names.txt")]
+    words = [str(argument) for argument in ("detect", whole_run, tmp_path / "names.txt")]
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
     assert main([*words, "--threshold", "0"]) == 0
@@ -101,9 +101,9 @@ def test_evaluate_json_of_run_and_export(folder):
 
 def test_evaluate_says_first_what_compares(folder):
     done = run("evaluate", folder / "run", folder / "shards")
-    compares, auc, does_not, own, *_ = done.stdout.splitlines()
+    compares, auc, does_not, first_metric, *_ = done.stdout.splitlines()
     assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
-    assert does_not.startswith("Not comparable") and own.split()[0] == "discriminator_auc"
+    assert does_not.startswith("Not comparable") and first_metric.split()[0] == "discriminator_auc"
     assert "was trained on rows of 32 tokens and is evaluated on rows of 128" in done.stderr
     fixed = json.loads(run("evaluate", folder / "run", folder / "shards", "--corrupted-by", "unigram", "--json").stdout)
     assert fixed["unigram_auc"] == fixed["discriminator_auc"] == pytest.approx(float(auc.split()[1]), abs=0.05)
@@ -118,7 +118,7 @@ def test_inspect_and_verify(folder):
     shown = run("inspect", folder / "shards", "--sequence-length", 32, "--masking", "span", "--packing", "examples")
     assert shown.returncode == 0 and shown.stderr == "" and "[CLS]" in shown.stdout and "[MASK](" in shown.stdout
     of_recipe = ("--masking", Config().data.masking, "--mask-prob", Config().data.mask_prob)
-    rows = [run("inspect", folder / "shards", *given).stdout for given in ((), of_recipe, ("--mask-prob", 0.15))]
+    rows = [run("inspect", folder / "shards", *options).stdout for options in ((), of_recipe, ("--mask-prob", 0.15))]
     assert rows[0] == rows[1] and rows[0].count("[MASK](") > rows[2].count("[MASK](") > 0
     assert max(map(len, rows[0].splitlines())) > 80  # a pipe has no width
     short = ("inspect", folder / "shards", "--sequence-length", 16, "--cut-at")
@@ -178,7 +178,7 @@ def odd(folder):
 def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
     assert {*LINES, "finetune", "predict", "demo", "reproduce"} == build_parser().commands.keys()
     words, num_lines = LINES[command]
-    names = {each.name for each in odd.iterdir()} | {"again", "other", "adapted", "domain", "report.html"}
+    names = {path.name for path in odd.iterdir()} | {"again", "other", "adapted", "domain", "report.html"}
     done = run(*(odd / word if str(word).partition("/")[0] in names else word for word in words))
     assert done.returncode in (0, command == "doctor"), done.stderr
     said = done.stdout + done.stderr
@@ -245,8 +245,8 @@ def test_a_run_without_its_configuration(folder, tmp_path):
 def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
     for name in OBJECTIVES:
         preset = "tiny" if name == "mlm" else "base"
-        given = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
-        done = run("flops", *given, "--json")
+        options = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
+        done = run("flops", *options, "--json")
         config = Config.preset(preset, recipe, name)
         assert json.loads(done.stdout)["per_token"]["total"] == flops_per_token(config).total
         changed = Config.preset(preset, recipe).differences(config).keys() - {"objective.name"}
@@ -257,17 +257,17 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
 
 
 @pytest.mark.parametrize(
-    ("given", "counted_with"),
+    ("arguments", "counted_with"),
     [
         (("two-stage", "--generator.fraction", 0.5), 'model.tying = "none", generator.fraction = 1.0'),
         (("electra15", "--objective.disc_positions", "random", "--recipe", "google"), 'data.masking = "tokens"'),
         (("adversarial", "--objective.temperature", 2), "objective.temperature = 1.0"),
     ],
 )
-def test_flops_names_the_keys_that_an_objective_cannot_have(given, counted_with):
-    done = run("flops", "--objective.name", *given)
-    assert done.returncode == 0 and done.stderr == f"{given[0]}: counted with {counted_with}\n"
-    assert "objective.name = 'mml': must be one of" in fails("flops", "--objective.name", "mml", *given[1:])
+def test_flops_names_the_keys_that_an_objective_cannot_have(arguments, counted_with):
+    done = run("flops", "--objective.name", *arguments)
+    assert done.returncode == 0 and done.stderr == f"{arguments[0]}: counted with {counted_with}\n"
+    assert "objective.name = 'mml': must be one of" in fails("flops", "--objective.name", "mml", *arguments[1:])
 
 
 def test_help():
@@ -283,7 +283,7 @@ def test_help_states_the_default_of_every_option(command):
     for action in build_parser().commands[command]._actions:
         if action.option_strings and not action.required and action.nargs != 0:
             name = re.compile(rf"{action.option_strings[0][1:]}[, ]")
-            (entry,) = (each for each in entries if name.match(each))
+            (entry,) = (entry_ for entry_ in entries if name.match(entry_))
             assert re.search(r"\(default:\s+[^\s)]", entry), entry
 
 
@@ -327,8 +327,8 @@ def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
 
 def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     """Of a corpus without a validation part; not of a corpus that the run has never seen."""
-    own = ("evaluate", folder / "run", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
-    assert run(*own).stderr == ""
+    command = ("evaluate", folder / "run", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
+    assert run(*command).stderr == ""
     data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")
     assert run("prepare", folder / "text.txt", *data).returncode == 0
     size = ("--train.steps", 2, "--train.batch_size", 4)
@@ -344,10 +344,10 @@ def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
     size = ("--train.steps", 2, "--train.batch_size", 4)
     assert run("pretrain", shards, "--preset", "tiny", "--out", tmp_path / "run", *size).returncode == 0
     for source in ("run", "run/checkpoints/step-2"):
-        own, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), (shards,)))
-        assert own.stdout == named.stdout != "" and named.stderr == ""
+        default, named = (run("evaluate", tmp_path / source, *data, "--json") for data in ((), (shards,)))
+        assert default.stdout == named.stdout != "" and named.stderr == ""
         where = f"evaluated on its training corpus, {shards} (validation set)"
-        assert own.stderr == f"{tmp_path / source}: {where}\n"
+        assert default.stderr == f"{tmp_path / source}: {where}\n"
     assert "has no record of its training corpus; pass the corpus" in fails("evaluate", folder / "export")
     shutil.rmtree(shards)
     assert f"run: was trained on {shards}, which no longer exists; pass" in fails("evaluate", tmp_path / "run")

@@ -50,10 +50,10 @@ def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
     size = {"sequence_length": 8, "batch_size": 2, "vocab_size": Corpus(tiny_corpus).vocab_size}
     config = Config.preset("tiny", "modern", "mlm").override({"model.num_layers": 1}, **size)
     problems = []
-    found = doctor._kernels(config, torch.device("cpu"), tiny_corpus, tmp_path / "run", problems)
-    assert found["summary"].startswith("kernels checked in ") and found["execution"] in ("eager", "graph", "branches")
+    report = doctor._kernels(config, torch.device("cpu"), tiny_corpus, tmp_path / "run", problems)
+    assert report["summary"].startswith("kernels checked in ") and report["execution"] in ("eager", "graph", "branches")
     assert not problems
-    lines = list(doctor._kernel_lines(found))
-    (line,) = (each for each in lines if each.startswith("  generator_head:32 "))
+    lines = list(doctor._kernel_lines(report))
+    (line,) = (text for text in lines if text.startswith("  generator_head:32 "))
     assert "reference " in line and "kernel " in line and " ms; error 0." in line
-    assert any(each.startswith("  step ") for each in lines)
+    assert any(text.startswith("  step ") for text in lines)

@@ -163,7 +163,7 @@ def test_scripts_want_a_corpus_and_a_run(tmp_path):
 def kubernetes():
     """The objects of the file by kind."""
     objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
-    return {each["kind"]: each for each in objects}
+    return {item["kind"]: item for item in objects}
 
 
 @pytest.mark.parametrize("index, is_host", [("0", "1"), ("1", "0")])
@@ -277,7 +277,7 @@ def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, mon
     model = ef.load(work / "final/classification/seed-0/model")
     assert "temperature" in (work / "final/results.json").read_text()
     new = [{"id": i, "subject": f"a {i}", "body": text} for i, (text, _) in enumerate(sentences(5, seed=3))]
-    expected = model.predict([(each["subject"], each["body"]) for each in new])
+    expected = model.predict([(row["subject"], row["body"]) for row in new])
     sure = [answer["scores"][answer["label"]] for answer in expected]
 
     def arriving():
@@ -309,20 +309,20 @@ def test_scanning_errors_are_marked_at_a_precision(run_script, tmp_path, own_lan
         words = [word for word in answer["words"] if word["text"] != "."]
         return np.array([word["probability"] if word["text"] in right else 1 for word in words])
 
-    found = probabilities("scanned")
+    predicted = probabilities("scanned")
 
     def scores(threshold, part):
-        hits = (found[part] >= threshold) & is_wrong[part]
-        return [hits.sum() / (found[part] >= threshold).sum(), hits.sum() / is_wrong[part].sum()]
+        hits = (predicted[part] >= threshold) & is_wrong[part]
+        return [hits.sum() / (predicted[part] >= threshold).sum(), hits.sum() / is_wrong[part].sum()]
 
     first = slice(300)
     second = slice(300, None)
-    reached = {each: scores(each, first)[0] for each in found[first]}
+    reached = {number: scores(number, first)[0] for number in predicted[first]}
     wanted = np.quantile(list(reached.values()), 0.9)
-    threshold = min(each for each, precision in reached.items() if precision >= wanted)
+    threshold = min(number for number, precision in reached.items() if precision >= wanted)
     arguments = [own_language[0] / "run", *(tmp_path / name for name in ("right", "scanned", "right"))]
     *head, marked, rest = run_script("ocr_errors.py", *arguments, wanted, tmp_path / "other").splitlines()
-    printed = [float(each) for each in re.findall(r"\d\.\d+", " ".join(head))]
+    printed = [float(number) for number in re.findall(r"\d\.\d+", " ".join(head))]
     expected = [is_wrong[second].mean(), *scores(1, second), threshold, *scores(threshold, second)]
     assert printed == pytest.approx(expected, abs=0.0051) and len(head) == 3
     assert re.sub(r"[][]", "", f"{marked}\n{rest}") == (tmp_path / "other").read_text()
@@ -402,10 +402,10 @@ class Server:
     def __init__(self, process):
         self.process = process
         self.log = []
-        while not (found := re.search(r"http://localhost:(\d+)", self.log[-1] if self.log else "")):
+        while not (address := re.search(r"http://localhost:(\d+)", self.log[-1] if self.log else "")):
             self.log.append(process.stderr.readline())
             assert self.log[-1], self.log
-        self.port = int(found[1])
+        self.port = int(address[1])
 
     def ask(self, *bodies, then=None):
         """Status, headers and JSON of requests that are all sent before the first answer is read."""
@@ -499,7 +499,7 @@ def test_a_server_that_is_stopped_answers_all_that_it_accepted(serve):
     ]
     assert len(answered) >= queue and {status for status, *_ in answers} <= {200, 503}
     assert all(
-        [each["answer"] for each in answer] == [f"to {text}" for text in request] for request, answer in answered
+        [item["answer"] for item in answer] == [f"to {text}" for text in request] for request, answer in answered
     )
     assert server.process.wait(timeout=60) == 0
     assert "Traceback" not in server.process.stderr.read()

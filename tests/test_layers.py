@@ -117,13 +117,13 @@ def imports_of(path: Path) -> frozenset[str]:
 def own_imports(path: Path) -> set[str]:
     """Modules of this package that a file imports; `electra_fast.NAME` counts as `__init__` if it is not a module."""
     modules = {dotted(file) for file in package_files()} | {"_data"}
-    found = set()
+    modules_ = set()
     for name in imports_of(path):
         package, _, rest = name.partition(".")
         if package == "electra_fast":
             parents = [rest.rsplit(".", n)[0] for n in range(rest.count(".") + 1)]
-            found.add(next((parent for parent in (rest, *parents) if parent in modules), "__init__"))
-    return found - {dotted(path)}
+            modules_.add(next((parent for parent in (rest, *parents) if parent in modules), "__init__"))
+    return modules_ - {dotted(path)}
 
 
 def layer_of(module: str) -> int:
@@ -178,10 +178,10 @@ def named(path: Path) -> str:
 
 def test_package_imports_run_downwards() -> None:
     for path in package_files():
-        own = room(path)
+        folder = room(path)
         for imported in sorted(own_imports(path) - {"_data"}):
             other = imported.partition(".")[0]
-            is_below = other == own or layer_of(other) < layer_of(own)
+            is_below = other == folder or layer_of(other) < layer_of(folder)
             assert is_below, f"{dotted(path)} imports {imported}, which is not below"
 
 
@@ -197,8 +197,8 @@ def test_only_the_data_side_touches_the_extension() -> None:
 
 def test_kernels_import_torch_triton_the_card_and_each_other_only() -> None:
     for path in kernel_files():
-        own = ("electra_fast.kernels.", "electra_fast.card")
-        outside = {name for name in imports_of(path) if not name.startswith(own)}
+        allowed = ("electra_fast.kernels.", "electra_fast.card")
+        outside = {name for name in imports_of(path) if not name.startswith(allowed)}
         foreign = {name.split(".")[0] for name in outside} - KERNEL_IMPORTS
         assert not foreign, f"{named(path)} imports {sorted(foreign)}"
 

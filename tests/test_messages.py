@@ -69,9 +69,9 @@ def test_a_long_error_keeps_both_its_ends(length):
     ],
 )
 def test_an_error_is_one_printable_line(arguments):
-    found = in_process.run(*arguments)
-    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", found.stderr)
+    process = in_process.run(*arguments)
+    assert process.returncode == 2 and len(process.stderr.splitlines()) == 1
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", process.stderr)
 
 
 def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
@@ -80,15 +80,15 @@ def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
     settings = (word for name, value in QUICK.items() for word in (f"--{name}", value))
     out = tmp_path / "out"
-    found = in_process.run(
+    process = in_process.run(
         *("finetune", encoder_folder, "--task", "classification", "--train", tmp_path / "train.jsonl"),
         *("--text", "text", "--label", "label", "--out", out, *settings),
     )
-    assert found.returncode == 0
-    assert found.stdout.split()[:2] == ["task", "metric"] and "…" not in found.stdout
+    assert process.returncode == 0
+    assert process.stdout.split()[:2] == ["task", "metric"] and "…" not in process.stdout
     card = next(out.rglob("README.md")).read_text()
     predicted = in_process.run("predict", out / "classification/seed-0/model", tmp_path / "train.jsonl").stdout
     assert {json.loads(line)["label"] for line in predicted.splitlines()} <= set(labels)
-    for said in (found.stderr, found.stdout, card, predicted):
+    for said in (process.stderr, process.stdout, card, predicted):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", said) and "\n# Heading" not in said
-    assert labels[0] in found.stderr and labels[0] in card and r"bad\n# Heading \x1b[2Jx" in card
+    assert labels[0] in process.stderr and labels[0] in card and r"bad\n# Heading \x1b[2Jx" in card

@@ -44,10 +44,10 @@ def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, lim
     settings = {"max_batches": 2, "sequence_length": 16}
     expected = dict(evaluate(whole_run, validation_corpus, **settings))
     passed = limit(ElectraObjective, "forward", lambda _, batch: len(batch.tensors["input_ids"]) <= 3)
-    found = dict(evaluate(whole_run, validation_corpus, **settings))
+    result = dict(evaluate(whole_run, validation_corpus, **settings))
     floats = [name for name, value in expected.items() if isinstance(value, float)]
-    assert [found.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
-    assert found == expected and [len(batch.tensors["input_ids"]) for _, batch in passed] == [2] * 16
+    assert [result.pop(name) for name in floats] == pytest.approx([expected.pop(name) for name in floats], rel=1e-6)
+    assert result == expected and [len(batch.tensors["input_ids"]) for _, batch in passed] == [2] * 16
     limit(ElectraObjective, "forward", lambda *_: False)
     with pytest.raises(torch.OutOfMemoryError):
         evaluate(whole_run, validation_corpus, **settings)

@@ -77,7 +77,7 @@ def test_from_text_to_predictions(tmp_path, tiny_text, tiny_vocab):
     paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([list(map(str, each)) for each in commands])],
+        [sys.executable, "-c", PROGRAM, json.dumps([list(map(str, command)) for command in commands])],
         env=environment | {"OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,

@@ -28,10 +28,10 @@ def test_sentences_are_whole_and_no_more_than_the_words(tmp_path):
     (tmp_path / "b.jsonl").write_text(
         json.dumps({"text": "It is what it is. " * 100 + "\u2028"}) + "\n", encoding="utf-8"
     )
-    found = run(sys.executable, RUNS / "sentences.py", 100, *sorted(tmp_path.iterdir())).splitlines()
+    printed = run(sys.executable, RUNS / "sentences.py", 100, *sorted(tmp_path.iterdir())).splitlines()
     sentences = ["Then Mr. Fox saw it.", '"Who goes there?" asked the old man!', "THE END OF IT", "It is what it is."]
-    assert {*found} == {*sentences}
-    assert 80 < sum(len(each.split()) for each in found) <= 100 and found.count(sentences[3]) > 10
+    assert {*printed} == {*sentences}
+    assert 80 < sum(len(sentence.split()) for sentence in printed) <= 100 and printed.count(sentences[3]) > 10
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_ten_million_words(tmp_path, tiny_text):
     )
     first = run(*command)
     assert "2 pairs in 2 groups" in first and "discriminator" in first
-    kept = json.loads((tmp_path / "out/pairs/evaluation.json").read_text())
-    assert kept["groups"].keys() == {"one", "two"}
+    evaluation = json.loads((tmp_path / "out/pairs/evaluation.json").read_text())
+    assert evaluation["groups"].keys() == {"one", "two"}
     assert run(*command).splitlines()[-8:] == first.splitlines()[-8:]  # a second time resumes, which changes nothing
 
 

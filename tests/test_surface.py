@@ -72,11 +72,11 @@ ANSWERED = {
 
 
 def flags_of(command):
-    return {flag for each in options(command) for flag in each.option_strings}
+    return {flag for option in options(command) for flag in option.option_strings}
 
 
 def options(command):
-    return [each for each in PARSER.commands[command]._actions if each.option_strings]
+    return [action for action in PARSER.commands[command]._actions if action.option_strings]
 
 
 def answer(command, flag):
@@ -105,8 +105,8 @@ def test_help_shows_at_most_ten_options_and_counts_the_others(command, monkeypat
     if shown:
         assert listed[0] == shown and len(shown) <= MAX_SHOWN
         options_left, keys_left = re.findall(r"(\d+) more options(?: and (\d+) configuration keys)?: ", texts[0])[0]
-        keys = [each for each in options(command) if isinstance(each, KeyOption)]
-        assert int(keys_left or 0) == len(keys) - sum(each.option_strings[0] in shown for each in keys)
+        keys = [option for option in options(command) if isinstance(option, KeyOption)]
+        assert int(keys_left or 0) == len(keys) - sum(option.option_strings[0] in shown for option in keys)
         assert int(options_left) + int(keys_left or 0) + len(shown) == len(options(command))
     else:
         assert texts[0] == texts[1] and len(listed[0]) <= MAX_SHOWN + len(("help", "help-all", "quiet"))
@@ -136,7 +136,9 @@ def test_flags_are_read_with_hyphens_and_underscores_and_never_by_a_part(command
     sub = PARSER.commands[command]
     plain = {flag.replace("-", "_") for flag in flags_of(command)}
     for flag in flags_of(command):
-        value = "" if next(each for each in options(command) if flag in each.option_strings).nargs == 0 else "=true"
+        value = (
+            "" if next(option for option in options(command) if flag in option.option_strings).nargs == 0 else "=true"
+        )
         for other in (flag.replace("-", "_").replace("__", "--", 1), f"--{flag[2:].replace('_', '-')}"):
             if len(flag) > len("-q"):
                 assert sub.arrange([other + value]) == [flag + value]
@@ -166,7 +168,9 @@ def test_short_names_are_keys():
         overrides("--lr", "1e-3", "--finetune.learning-rate", "1e-4")
     for command, (configuration, *others) in CONFIGURED.items():
         keys = {
-            each.option_strings[-1]: each.option_strings for each in options(command) if isinstance(each, KeyOption)
+            option.option_strings[-1]: option.option_strings
+            for option in options(command)
+            if isinstance(option, KeyOption)
         }
         short = {} if others and command != "adapt" else configuration.SHORT_NAMES
         assert {name: f"--{key}" for name, key in short.items()} == {
@@ -189,11 +193,11 @@ ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "r
 def test_a_command_is_a_function_with_its_arguments(command):
     function = getattr(ef, "import_" if command == "import" else command)
     parameters = inspect.signature(function).parameters
-    arguments = [each for each in PARSER.commands[command]._actions if not isinstance(each, KeyOption)]
-    positional = [each.dest for each in arguments if not each.option_strings]
-    options = {each.dest for each in arguments if each.option_strings} - ONLY_OF_COMMANDS
+    arguments = [argument for argument in PARSER.commands[command]._actions if not isinstance(argument, KeyOption)]
+    positional = [argument.dest for argument in arguments if not argument.option_strings]
+    options = {argument.dest for argument in arguments if argument.option_strings} - ONLY_OF_COMMANDS
     assert list(parameters)[: len(positional)] == positional and options <= parameters.keys()
-    keyword_only = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    keyword_only = {name for name, argument in parameters.items() if argument.kind is argument.KEYWORD_ONLY}
     assert options - {"config"} <= keyword_only
     if command == "finetune":
         assert FinetuningConfig.SHORT_NAMES.keys() <= keyword_only

@@ -54,8 +54,11 @@ def is_editable() -> bool:
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in `/` with GPUs hidden, as on a machine without one."""
-    kept = ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")  # to compile what it imports takes longer than the rest
-    environment = {key: value for key, value in os.environ.items() if key in kept or not key.startswith("PYTHON")}
+    inherited = (
+        "PYTHONPYCACHEPREFIX",
+        "PYTHONDONTWRITEBYTECODE",
+    )  # to compile what it imports takes longer than the rest
+    environment = {key: value for key, value in os.environ.items() if key in inherited or not key.startswith("PYTHON")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{command} failed:\n{result.stdout}{result.stderr}"
@@ -138,7 +141,7 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
 def test_importing_costs_under_a_second_beyond_torch() -> None:
     """In one of three tries, since the machine may be busy."""
     seconds = (float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3))
-    assert any(each < IMPORT_SECONDS for each in seconds)
+    assert any(duration < IMPORT_SECONDS for duration in seconds)
 
 
 @pytest.mark.process

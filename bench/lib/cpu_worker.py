@@ -91,13 +91,13 @@ class Worker:
             text=True,
         )
         try:
-            found = self._ask({"contender": name, "config": keys, "corpus": str(corpus.resolve())})
+            answer = self._ask({"contender": name, "config": keys, "corpus": str(corpus.resolve())})
         except BaseException:
             self.close()
             raise
-        self.unknown: list[str] = found["unknown"]
-        self.warm_up_seconds: float = found["warm_up_seconds"]
-        self.steps_per_turn = max(1, round(turn_seconds / found["step_seconds"]))
+        self.unknown: list[str] = answer["unknown"]
+        self.warm_up_seconds: float = answer["warm_up_seconds"]
+        self.steps_per_turn = max(1, round(turn_seconds / answer["step_seconds"]))
         self.turns: list[dict[str, float]] = []
 
     @property
@@ -143,11 +143,15 @@ def _get(config: ef.Config, key: str) -> str:
 
 def _environment(cache: Path, package: Path | None) -> dict[str, str]:
     """Sleeping threads for all, as our package sets when imported before torch; shared caches of compiled code."""
-    found = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve() / "inductor")}
+    variables = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve() / "inductor"),
+    }
     if package is not None:
-        paths = [str(package.resolve()), *filter(None, [found.get("PYTHONPATH")])]
-        found["PYTHONPATH"] = os.pathsep.join(paths)
-    return found
+        paths = [str(package.resolve()), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
 
 
 def warm_up(runner: Runner, batches: Iterator[Any]) -> float:
@@ -160,8 +164,8 @@ def warm_up(runner: Runner, batches: Iterator[Any]) -> float:
 
 def serve(requests: TextIO, answers: TextIO) -> None:
 
-    def answer(**found: Any) -> None:
-        answers.write(json.dumps(found) + "\n")
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     first = json.loads(requests.readline())

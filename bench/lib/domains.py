@@ -43,21 +43,21 @@ def packages() -> Domain:
     """Descriptions of Debian's packages, one per source package; the task is to tell a package's section."""
     texts: dict[str, str] = {}
     for path in LISTS.glob("*_Translation-en*"):
-        texts |= {each["Package"]: each["Description-en"] for each in _fields(path) if "Description-en" in each}
+        texts |= {fields["Package"]: fields["Description-en"] for fields in _fields(path) if "Description-en" in fields}
     chosen: dict[str, dict[str, str]] = {}
     for path in sorted(LISTS.glob("*_Packages*")):
-        for each in _fields(path):
-            source = each.get("Source", each.get("Package", "")).partition(" ")[0]
-            if each.get("Package") in texts and (source not in chosen or each["Package"] == source):
-                chosen[source] = each
+        for fields in _fields(path):
+            source = fields.get("Source", fields.get("Package", "")).partition(" ")[0]
+            if fields.get("Package") in texts and (source not in chosen or fields["Package"] == source):
+                chosen[source] = fields
     if not chosen:
         raise SystemExit(f"{LISTS}: no descriptions; run apt-get -o Acquire::Languages=en update")
-    found = {}
+    sections = {}
     for _source, package in sorted(chosen.items()):
         title, *lines = (line.strip() for line in texts[package["Package"]].split("\n"))
         body = "\n".join("" if line == "." else line for line in lines)
-        found[f"{title}.\n" + re.sub(r"(?<!\n)\n(?![\n*+-])", " ", body)] = package["Section"].rpartition("/")[2]
-    pairs = [(section, text) for text, section in found.items()]
+        sections[f"{title}.\n" + re.sub(r"(?<!\n)\n(?![\n*+-])", " ", body)] = package["Section"].rpartition("/")[2]
+    pairs = [(section, text) for text, section in sections.items()]
     random.Random(0).shuffle(pairs)
     examples = [pair for pair in pairs if pair[0] in SECTIONS]
     dev = examples[:NUM_DEV]
@@ -77,11 +77,11 @@ def manuals() -> Domain:
             if re.match(rf"{MANUALS}/man\d/", line):
                 owners[line] = path.stem.partition(":")[0]
     draw = random.Random(0)
-    kept = Counter[str]()
+    counts = Counter[str]()
     pages = {}
     for name in draw.sample(sorted(owners), len(owners)):
-        if kept[owners[name]] < 150 and (text := _page(Path(name))):
-            kept[owners[name]] += 1
+        if counts[owners[name]] < 150 and (text := _page(Path(name))):
+            counts[owners[name]] += 1
             pages[name] = text
     sizes = Counter(owners[name] for name in pages)
     usual = {owner for owner, size in sizes.items() if size >= 20}
@@ -93,8 +93,10 @@ def manuals() -> Domain:
         if not is_hidden:
             texts.append(text)
         if owner in usual:
-            paragraphs = [each for each in text.split("\n\n") if 30 <= len(each.split()) <= 200]
-            examples[is_hidden] += [(owner, each) for each in draw.sample(paragraphs, min(5, len(paragraphs)))]
+            paragraphs = [paragraph for paragraph in text.split("\n\n") if 30 <= len(paragraph.split()) <= 200]
+            examples[is_hidden] += [
+                (owner, paragraph) for paragraph in draw.sample(paragraphs, min(5, len(paragraphs)))
+            ]
     draw.shuffle(texts)
     return texts, _drawn(draw, examples[False], NUM_TRAIN), _drawn(draw, examples[True], NUM_DEV)
 
@@ -105,15 +107,17 @@ def docstrings() -> Domain:
     Of the twenty packages with the most of them, 1,000 each; those of a fifth of their files are set aside.
     """
     draw = random.Random(0)
-    found: dict[str, list[tuple[Path, str]]] = {}
+    texts_by_package: dict[str, list[tuple[Path, str]]] = {}
     for package in sorted(path.parent for path in Path(sysconfig.get_path("purelib")).glob("*/__init__.py")):
         files = sorted(package.rglob("*.py"))
-        found[package.name] = [(file, text) for file in draw.sample(files, len(files)) for text in _docstrings(file)]
-    usual = sorted(found, key=lambda name: -len(found[name]))[:20]
+        texts_by_package[package.name] = [
+            (file, text) for file in draw.sample(files, len(files)) for text in _docstrings(file)
+        ]
+    usual = sorted(texts_by_package, key=lambda name: -len(texts_by_package[name]))[:20]
     texts: list[str] = []
     examples: dict[bool, list[Example]] = {False: [], True: []}
     for package_name in usual:
-        pairs = found[package_name][:1_000]
+        pairs = texts_by_package[package_name][:1_000]
         files = sorted({file for file, _ in pairs})
         hidden = set(draw.sample(files, len(files) // 5))
         texts += [text for file, text in pairs if file not in hidden]
@@ -130,8 +134,8 @@ def _docstrings(path: Path) -> list[str]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     except (SyntaxError, ValueError):  # templates, and files for other versions of Python
         return []
-    found = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
-    return [text for text in found if len(text.split()) >= 20]
+    documented_texts = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented))
+    return [text for text in documented_texts if len(text.split()) >= 20]
 
 
 def _drawn(draw: random.Random, examples: list[Example], number: int) -> list[Example]:
@@ -153,7 +157,7 @@ def _page(path: Path) -> str:
     text = re.sub(r"\\f\[?[A-Z]+\]?|\\f[BIRP1-4]|\\&|\\s[+-]?\d", "", text)
     text = text.replace("\\-", "-").replace("\\e", "\\").replace("\\(aq", "'").replace('\\"', '"')
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", text).split("\n\n")
-    return "\n\n".join(each for paragraph in paragraphs if (each := paragraph.strip()))
+    return "\n\n".join(stripped for paragraph in paragraphs if (stripped := paragraph.strip()))
 
 
 DOMAINS = {"packages": packages, "manuals": manuals, "docstrings": docstrings}

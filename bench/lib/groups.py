@@ -130,7 +130,7 @@ def _run_group(
 
 
 def _environment(group: str, cache: Path) -> dict[str, str]:
-    own = {
+    settings = {
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "ELECTRA_FAST_BENCH_GROUP": group,
@@ -140,7 +140,7 @@ def _environment(group: str, cache: Path) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    return os.environ | own
+    return os.environ | settings
 
 
 def _copy(pipe: TextIO, name: str, tail: deque[str], log: TextIO) -> None:
@@ -179,13 +179,13 @@ def _exit_status(code: int) -> str:
 
 def _read(results: Path) -> list[dict[str, Any]]:
     """All complete lines; a process may have died while writing one."""
-    found = []
+    records = []
     for line in results.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return found
+    return records
 
 
 def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], seconds: float) -> str:
@@ -203,9 +203,9 @@ def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[di
 
     def text() -> str:
         parts = ["\n".join(head)]
-        for name, found in lines.items():
+        for name, printed in lines.items():
             rest = [f"… {left_out[name]} more lines in results.jsonl"] if left_out[name] else []
-            parts += ["\n".join([f"-- {name}", *found, *rest])] if found else []
+            parts += ["\n".join([f"-- {name}", *printed, *rest])] if printed else []
         return "\n\n".join(parts) + "\n"
 
     while len(text()) > MOST_CHARACTERS and any(lines.values()):
@@ -216,5 +216,5 @@ def summary(title: str, outcomes: Sequence[dict[str, Any]], records: Sequence[di
 
 
 def _lines(group: str, records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    own = [record for record in records if record.get("group") == group and "line" in record]
-    yield from (record["line"] for record in sorted(own, key=lambda x: (x["ok"], not x.get("headline", False))))
+    of_group = [record for record in records if record.get("group") == group and "line" in record]
+    yield from (record["line"] for record in sorted(of_group, key=lambda x: (x["ok"], not x.get("headline", False))))

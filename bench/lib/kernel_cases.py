@@ -343,7 +343,7 @@ def feed_forward(make: Arguments, num_tokens: int, width: int, inner: int, proba
         (FP32, 70, 40, 72, False, 0.2),
         (FP32, 31, 66, 20, True, 0.1),
     ),
-    tuple((*each, False, 0.0) for each in ((131_072, 256, 704), (131_072, 64, 176), (65_536, 768, 1152))),
+    tuple((*sizes, False, 0.0) for sizes in ((131_072, 256, 704), (131_072, 64, 176), (65_536, 768, 1152))),
 )
 def gated_feed_forward(
     make: Arguments, num_tokens: int, width: int, inner: int, has_norm_bias: bool, probability: float

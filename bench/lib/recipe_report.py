@@ -31,14 +31,14 @@ def auc(result: Result, corruptor: str = CRITERION) -> float:
     """AUC of a run: 0.5 if it diverged, NaN without a discriminator."""
     if "failed" in result:
         return 0.5
-    found = result["corrupted_by"][corruptor]["discriminator_auc"]
-    return math.nan if found is None else float(found)
+    value = result["corrupted_by"][corruptor]["discriminator_auc"]
+    return math.nan if value is None else float(value)
 
 
 def merit(result: Result) -> float:
     """Measure by which settings are chosen: the AUC, or minus the loss of a masked language model."""
-    found = auc(result)
-    return -float(result["corrupted_by"][CRITERION]["generator_loss"]) if math.isnan(found) else found
+    value = auc(result)
+    return -float(result["corrupted_by"][CRITERION]["generator_loss"]) if math.isnan(value) else value
 
 
 def score(result: Result) -> float:
@@ -63,14 +63,14 @@ def spread(values: Sequence[float]) -> str:
 
 def columns(results: Sequence[Result]) -> list[str]:
     """Cells of a table, below `HEADER`."""
-    good = [each for each in results if "failed" not in each]
-    cells = [spread([auc(each, name) for each in results]) for name in CORRUPTORS]
+    good = [result for result in results if "failed" not in result]
+    cells = [spread([auc(result, name) for result in results]) for name in CORRUPTORS]
     for name in ("discriminator_loss", "generator_loss"):
-        losses = [each["corrupted_by"][CRITERION][name] for each in good]
+        losses = [result["corrupted_by"][CRITERION][name] for result in good]
         cells.append("" if None in losses else spread(losses) if good else "diverged")
-    times = [each["seconds"] for each in good if each["seconds"]]
+    times = [result["seconds"] for result in good if result["seconds"]]
     taken = f"{statistics.mean(times):.0f}" if times else ""
-    scores = [score(each) for each in good if "tasks" in each]
+    scores = [score(result) for result in good if "tasks" in result]
     return [*cells, spread(scores), taken, str(len(results))]
 
 
@@ -104,18 +104,20 @@ def crossing(curve: Sequence[tuple[float, float]], value: float) -> tuple[float,
 
 def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
     """Scores after an hour and before it, the best first: means over seeds, each the median of three fine-tunings."""
-    found: dict[tuple[bool, str], list[Result]] = {}
+    groups: dict[tuple[bool, str], list[Result]] = {}
     for line in lines:
         if line["result"].get("tasks_of", "").endswith("-3-seeds"):
-            found.setdefault((line["run"]["keys"]["train.steps"] == 1, line["name"]), []).append(line["result"])
+            groups.setdefault((line["run"]["keys"]["train.steps"] == 1, line["name"]), []).append(line["result"])
     rows = []
-    for (is_untrained, name), results in found.items():
+    for (is_untrained, name), results in groups.items():
         tokens = "untrained" if is_untrained else f"{results[0]['tokens'] / 1e6:.1f} M"
-        scores = [statistics.mean(100 * each["tasks"][task] for each in results) for task in TASKS]
-        means = [score(each) for each in results]
+        scores = [statistics.mean(100 * result["tasks"][task] for result in results) for task in TASKS]
+        means = [score(result) for result in results]
         mean = statistics.mean(means)
         spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
-        rows.append((is_untrained, -mean, [name, tokens, *(f"{each:.1f}" for each in scores), f"{mean:.1f}{spread}"]))
+        rows.append(
+            (is_untrained, -mean, [name, tokens, *(f"{result:.1f}" for result in scores), f"{mean:.1f}{spread}"])
+        )
     return markdown(["", "tokens", *TASKS.values(), "mean"], [row for *_, row in sorted(rows)])
 
 
@@ -144,8 +146,8 @@ def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], flo
 
     our_cost, bound = cost(ours, theirs.mean(measure))
     word = {"": "", "at most": "at least ", "more than": "less than "}[bound]
-    found = sorted(theirs.budget / cost(map(drawn, ours), drawn(theirs).mean(measure))[0] for _ in range(1_000))
-    return Factor(theirs.budget / our_cost, found[50], found[949], word)
+    factors = sorted(theirs.budget / cost(map(drawn, ours), drawn(theirs).mean(measure))[0] for _ in range(1_000))
+    return Factor(theirs.budget / our_cost, factors[50], factors[949], word)
 
 
 def report(curves: Mapping[str, Sequence[Point]]) -> str:

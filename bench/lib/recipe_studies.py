@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 Keys = Mapping[str, str]
 TFLOP = 1e12
-LEVELS = tuple(each * TFLOP for each in (10, 22, 30, 45, 90, 270, 800))
+LEVELS = tuple(number * TFLOP for number in (10, 22, 30, 45, 90, 270, 800))
 """Budgets at which curves have points, if there are runs."""
 
 

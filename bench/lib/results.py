@@ -86,19 +86,19 @@ class Results:
         return int(self.num_wrong > 0)
 
 
-def measured_by_child(script: str, arguments: list[str], what: str) -> dict[str, float]:
+def measured_by_child(script: str, arguments: list[str], name: str) -> dict[str, float]:
     """The object that a script prints as its last line, run in a process of its own with `transformers` kept quiet."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
-    found = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
-    if found.returncode:
-        raise SystemExit(f"{what}: {found.stderr}")
-    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
+    if process.returncode:
+        raise SystemExit(f"{name}: {process.stderr}")
+    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
-def listed(found: Mapping[str, Any]) -> str:
+def listed(values: Mapping[str, Any]) -> str:
     """The metrics of a check by name, without `ok`, which the start of the line shows."""
-    pairs = ((name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in found.items() if name != "ok")
+    pairs = ((name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in values.items() if name != "ok")
     return ", ".join(f"{name} {text}" for name, text in pairs)
 
 

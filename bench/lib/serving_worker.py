@@ -28,8 +28,8 @@ def ours(folder: str, precision: str) -> Predict:
 
 def from_pipeline(classify: Any) -> Predict:
     def predict(texts: list[str]) -> list[str]:
-        given = texts[0] if len(texts) == 1 else texts
-        return [answer["label"] for answer in classify(given, batch_size=len(texts), truncation=True)]
+        inputs = texts[0] if len(texts) == 1 else texts
+        return [answer["label"] for answer in classify(inputs, batch_size=len(texts), truncation=True)]
 
     return predict
 
@@ -85,9 +85,9 @@ def timed(predict: Predict, batches: list[list[str]], seconds: float, least: int
     start = time.perf_counter()
     while len(times) < least or time.perf_counter() - start < seconds:
         begin = time.perf_counter()
-        found = predict(batches[len(times) % len(batches)])
+        answers = predict(batches[len(times) % len(batches)])
         times.append(time.perf_counter() - begin)
-        labels += found if len(times) <= least else []
+        labels += answers if len(times) <= least else []
     return {"seconds": times, "labels": labels}
 
 

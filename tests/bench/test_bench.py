@@ -128,13 +128,13 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
 @pytest.mark.parametrize("is_quick", [False, True])
 def test_each_command_on_a_gpu_has_time_for_all_its_groups(is_quick):
     options = SimpleNamespace(quick=is_quick, run=Path("run"), texts=[], glue=Path("glue"), pairs=Path("pairs"))
-    for name, found in gpu.stages(options).items():
-        assert is_quick or sum(group.seconds for group in found) <= 9.5 * 60, name
-        assert len({group.name for group in found}) == len(found)
+    for name, stage in gpu.stages(options).items():
+        assert is_quick or sum(group.seconds for group in stage) <= 9.5 * 60, name
+        assert len({group.name for group in stage}) == len(stage)
 
 
 def test_every_kernel_case_is_in_a_group():
-    words = [word for each in gpu.KERNELS for word in each.split()]
+    words = [word for group in gpu.KERNELS for word in group.split()]
     assert all(any(word in name for word in words) for name in CASES)
     assert all(any(word in name for name in CASES) for word in words)
 

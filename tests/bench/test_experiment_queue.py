@@ -56,9 +56,9 @@ def queue(tmp_path):
         return started[-1], output
 
     yield start, tmp_path
-    for each in started:
-        each.kill()
-        each.wait()
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def until(condition):
@@ -107,23 +107,27 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     third, said = start()
     assert third.wait(timeout=120) == 2 and text(said).splitlines()[-1] == "3 done, 1 failed: fails"
     done = [json.loads(line) for line in (folder / "bench/data/experiments.jsonl").read_text().splitlines()]
-    assert [each["name"] for each in done] == ["done", "waits", "last"] and all(each["processor"] for each in done)
+    assert [record["name"] for record in done] == ["done", "waits", "last"] and all(
+        record["processor"] for record in done
+    )
     assert text(last).count("start") == 1 and not (folder / "out" / "done.txt").exists()
 
 
 def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done, left = experiments.read_list()
-    assert len({each.name for each in (*done, *left)}) == len({each.command for each in (*done, *left)})
+    assert len({experiment.name for experiment in (*done, *left)}) == len(
+        {experiment.command for experiment in (*done, *left)}
+    )
     monkeypatch.setattr(recipes, "exclusive", lambda out: contextlib.nullcontext())
     asked = []
     monkeypatch.setattr(recipes.Study, "prepare", lambda self, texts: asked.append((self.scale.name, texts)))
     for name in ("hour", "compare"):
         monkeypatch.setattr(recipes, name, lambda *arguments: asked.append(arguments[1:]))
     monkeypatch.setattr(adaptation, "run", lambda options: asked.extend(((None, options.texts), options.out)))
-    for each in left:
+    for experiment in left:
         words = {"texts": "'a b' c", "glue": "g", "out": "o", "blimp": "p", "books": "b"}
-        script, *arguments = shlex.split(each.command.format(**words))
+        script, *arguments = shlex.split(experiment.command.format(**words))
         if script.endswith(".sh"):
             assert (BENCH / script).is_file() and arguments[1:4] == ["p", "b", "--"]
             options = build_parser().parse(["pretrain", "shards", "--out", "o", "--steps", "1", *arguments[4:]])
@@ -131,5 +135,5 @@ def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
             continue
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         {"recipes.py": recipes, "adaptation.py": adaptation}[script].main()
-        (_, texts), what = asked[-2:]
-        assert texts == ["a b", "c"] and what
+        (_, texts), subject = asked[-2:]
+        assert texts == ["a b", "c"] and subject

@@ -72,15 +72,15 @@ def test_modern_is_compared_as_it_is_shipped(study):
 def test_every_setting_is_a_run_of_its_own(study):
     study.scale = studies.SCALES["mini"]
     for settings in (*studies.STUDIES.values(), *studies.HOUR):
-        assert len({each.name for each in settings}) == len(settings)
-        assert len({repr(replace(each, name="")) for each in settings}) == len(settings)
+        assert len({item.name for item in settings}) == len(settings)
+        assert len({repr(replace(item, name="")) for item in settings}) == len(settings)
     for setting in sum(studies.STUDIES.values(), ()):
         assert study.config(recipes.Job(setting, 1e14, 0))[1] > 100
 
 
 def judged(auc):
-    found = {"discriminator_auc": auc, "discriminator_loss": None if auc is None else 0.4, "generator_loss": 5.0}
-    return {"network": found, "unigram": found}
+    metrics = {"discriminator_auc": auc, "discriminator_loss": None if auc is None else 0.4, "generator_loss": 5.0}
+    return {"network": metrics, "unigram": metrics}
 
 
 def test_an_interval_is_of_the_seeds():
@@ -155,9 +155,9 @@ def test_a_run_is_never_done_twice(study, monkeypatch):
 
     def opened():
         scale = replace(study.scale, finetuned_from=2e9)
-        found = recipes.Study(scale, study.out, study.results, glue)
-        found.corpus = study.corpus
-        return found
+        copy = recipes.Study(scale, study.out, study.results, glue)
+        copy.corpus = study.corpus
+        return copy
 
     arguments = ("sizes", ["2 layers of 64"], [2e9], 1, 1)
     for _ in range(2):
@@ -166,13 +166,13 @@ def test_a_run_is_never_done_twice(study, monkeypatch):
     assert table.splitlines()[2].startswith("| 2 layers of 64 | 0.002 | 0.")
     lines = study.results.read_text().splitlines()
     assert len(lines) == 1 and json.loads(lines[0])["run"]["keys"]["data.mask_prob"] == 0.25
-    found = json.loads(lines[0])["result"]["corrupted_by"]
-    assert found["network"]["corruption"] != found["unigram"]["corruption"]
+    corrupted = json.loads(lines[0])["result"]["corrupted_by"]
+    assert corrupted["network"]["corruption"] != corrupted["unigram"]["corruption"]
     job = recipes.Job(studies.STUDIES["sizes"][0], 2e9, 0, finetune=1)
     (score,) = again.result(job)["tasks"].values()
     assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{100 * score:.4f}"
     # Both texts are those of the run; what was evaluated on another one, or on other tasks, is not found.
-    assert again.judged_on == {name: each["corruption"] for name, each in found.items()}
+    assert again.judged_on == {name: entry["corruption"] for name, entry in corrupted.items()}
     again.judged_on = again.judged_on | {"network": "0"}
     assert again.result(job) is None
     (glue / "RTE" / "train.tsv").write_text("\n".join(lines[:1]))
@@ -224,14 +224,14 @@ def test_the_documents_claim_what_the_committed_runs_say(tmp_path):
     ruler = np.load(BENCH / "data/ruler-mini.npz")
     num_entries = len(ruler["vocab"].tobytes().split())
     study.opened = SimpleNamespace(vocab_size=num_entries, content_hash=str(ruler["corpus"]))
-    study.judged_on = next(line["run"]["judged_on"] for line in study.found.values() if line["name"] == "mlm")
+    study.judged_on = next(line["run"]["judged_on"] for line in study.lines.values() if line["name"] == "mlm")
     page = (BENCH.parent / "docs/background/measurements.md").read_text()
-    assert report.hour_table(study.found.values()) in page
+    assert report.hour_table(study.lines.values()) in page
 
-    points = [study.point(each, 90e12, 3) for each in studies.STUDIES["curves"]]
+    points = [study.point(item, 90e12, 3) for item in studies.STUDIES["curves"]]
     assert [len(point.results) for point in points] == [3, 3, 3]
-    scores = [[report.score(each) for each in point.results] for point in points]
-    ours, published, mlm = (f"{statistics.mean(each):.1f} ± {statistics.stdev(each):.1f}" for each in scores)
+    scores = [[report.score(item) for item in point.results] for point in points]
+    ours, published, mlm = (f"{statistics.mean(item):.1f} ± {statistics.stdev(item):.1f}" for item in scores)
     claim = (
         f"the default recipe averages {ours} on these tasks. The published recipe, tuned and with rotary positions, "
         f"averages {published}, and a masked language model with the encoder and optimizer of the default recipe {mlm}"

@@ -26,12 +26,12 @@ def known_points():
 
 
 def test_the_fit_finds_a_known_law():
-    found = scaling_law.fit(known_points())
-    assert found == ScalingLaw(*(pytest.approx(each, rel=1e-3) for each in scaling_law.astuple(KNOWN)))
+    fitted = scaling_law.fit(known_points())
+    assert fitted == ScalingLaw(*(pytest.approx(constant, rel=1e-3) for constant in scaling_law.astuple(KNOWN)))
 
 
 def test_an_interval_has_no_width_without_noise_and_covers_the_law_with_noise():
-    noisy = [replace(each, error=each.error * (1.03 if i % 2 else 0.97)) for i, each in enumerate(known_points())]
+    noisy = [replace(point, error=point.error * (1.03 if i % 2 else 0.97)) for i, point in enumerate(known_points())]
     expected = KNOWN.error(3e6, 2e7)
     for points, least, most in ((known_points(), 0.0, 1e-3), (noisy, 0.01, 0.1)):
         (low,), (high,) = scaling_law.intervals(points, 20, lambda law: [law.error(3e6, 2e7)])
@@ -43,9 +43,9 @@ def test_the_constants_are_those_of_the_runs():
     points = scaling_law.points()
     fitted = scaling_law.fit(points)
     assert len(points) >= 8
-    for each in points:
-        run = each.weights, each.tokens, each.text
-        assert LAW.error(*run) == pytest.approx(fitted.error(*run), rel=0.005), each
+    for point in points:
+        run = point.weights, point.tokens, point.text
+        assert LAW.error(*run) == pytest.approx(fitted.error(*run), rel=0.005), point
 
 
 def test_the_page_has_the_table_of_shapes():
@@ -54,9 +54,9 @@ def test_the_page_has_the_table_of_shapes():
 
 def test_the_page_has_the_tasks_of_the_runs():
     page = " ".join(LAW_PAGE.split())
-    found = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
+    results = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
     runs = [("2 layers of 64", 30), ("2 layers of 128", 30), ("2 layers of 128", 90), ("4 layers of 128", 90)]
-    small, wider, longer, deeper = (f"{score(found[name, tflop * TFLOP]):.1f}" for name, tflop in runs)
+    small, wider, longer, deeper = (f"{score(results[name, tflop * TFLOP]):.1f}" for name, tflop in runs)
     assert f"2 layers of 64 with 30 TFLOPs average {small}, and 2 of 128 average {wider}" in page
     assert f"With 90, 2 of 128 average {longer}, 4 of 128 average {deeper}" in page
 
