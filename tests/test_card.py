@@ -60,7 +60,7 @@ def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "capability", "gfx", "architecture", "peaks"), CARDS, ids=[row[0] for row in CARDS])
-def test_a_card(
+def test_card_capabilities(
     name: str, capability: tuple[int, int], gfx: str, architecture: str, peaks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(name, capability, is_rocm=bool(gfx), gfx=gfx)
@@ -83,7 +83,7 @@ def test_a_card(
     assert (missing_for_triton(card) is None) == (architecture not in ("", "Volta"))
 
 
-def test_a_run_names_the_card_and_the_peak_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_records_card_and_peak_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("electra_fast.card.card_of", lambda _: Card("Tesla T4", (7, 5)))
     said = {}
     for precision in ("fp16", "bf16"):
@@ -95,7 +95,7 @@ def test_a_run_names_the_card_and_the_peak_of_its_precision(monkeypatch: pytest.
     assert str(Card("AMD Instinct MI300X", (9, 4), is_rocm=True, gfx="gfx942")) == "AMD Instinct MI300X (gfx942)"
 
 
-def test_what_triton_lacks_is_named(monkeypatch: pytest.MonkeyPatch, headers: Path) -> None:
+def test_missing_requirement_of_triton_reported(monkeypatch: pytest.MonkeyPatch, headers: Path) -> None:
     def missing() -> str:
         return str(missing_for_triton(Card("Tesla V100-SXM2-16GB", (7, 0))))
 

@@ -47,7 +47,7 @@ def test_folders_that_are_meant_stay(hostile_folder, tmp_path, monkeypatch):
         ("raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory\\n')", "exit code 1: RuntimeError", True),
     ],
 )
-def test_an_end_is_described_with_its_reason(program, end, is_memory):
+def test_reason_of_process_exit(program, end, is_memory):
     done = subprocess.run([sys.executable, "-S", "-c", f"import sys; {program}"], capture_output=True, text=True)
     assert describe_end(done.returncode, done.stderr).startswith(end)
     assert lacked_memory(done.returncode, done.stderr) is is_memory

@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_whole_way_leaves_what_it_promises(folder):
+def test_commands_from_text_to_export(folder):
     assert (folder / "shards/manifest.json").exists() and (folder / "shards/holdout/manifest.json").exists()
     assert (folder / "run/config.toml").exists() and (folder / "run/checkpoints/step-3").is_dir()
     for name in ("discriminator", "generator"):
@@ -69,7 +69,7 @@ NAMES = "日本 é 😀 \x85"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252", "utf-16"])
-def test_any_encoding_of_the_terminal_gets_every_answer(whole_run, tmp_path, monkeypatch, encoding):
+def test_output_in_any_terminal_encoding(whole_run, tmp_path, monkeypatch, encoding):
     """JSON is UTF-8 or ASCII; text that people read has Python's escapes for what the encoding lacks."""
     (tmp_path / "names.txt").write_text(f"{NAMES}\nnext\n", encoding="utf-8")
     words = [str(argument) for argument in ("detect", whole_run, tmp_path / "names.txt")]
@@ -99,7 +99,7 @@ def test_evaluate_json_of_run_and_export(folder):
     assert ours["generator_loss"] == pytest.approx(theirs["generator_loss"], abs=1e-4)
 
 
-def test_evaluate_says_first_what_compares(folder):
+def test_evaluate_prints_comparable_metrics_first(folder):
     done = run("evaluate", folder / "run", folder / "shards")
     compares, auc, does_not, first_metric, *_ = done.stdout.splitlines()
     assert compares.startswith("Comparable between models") and auc.split()[0] == "unigram_auc"
@@ -175,7 +175,7 @@ def odd(folder):
 @pytest.mark.parametrize(
     "command", [*sorted(LINES.keys() - {"doctor"}), pytest.param("doctor", marks=pytest.mark.slow)]
 )
-def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
+def test_line_breaks_in_values_are_escaped(command, odd):
     assert {*LINES, "finetune", "predict", "demo", "reproduce"} == build_parser().commands.keys()
     words, num_lines = LINES[command]
     names = {path.name for path in odd.iterdir()} | {"again", "other", "adapted", "domain", "report.html"}
@@ -188,7 +188,7 @@ def test_lines_are_lines_and_what_is_in_them_stays_in_them(command, odd):
     assert "\\n" not in said and "odd" not in said
 
 
-def test_verify_names_the_damage(folder, tmp_path):
+def test_verify_reports_damaged_file(folder, tmp_path):
     shards = shutil.copytree(folder / "shards", tmp_path / "shards")
     tokens = next(shards.glob("*.tokens"))
     damaged = bytearray(tokens.read_bytes())
@@ -198,7 +198,7 @@ def test_verify_names_the_damage(folder, tmp_path):
     assert tokens.name in said and "block 0" in said
 
 
-def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(folder):
+def test_run_resumes_with_saved_configuration_and_import_accepts_flags(folder):
     done = run("pretrain", "--out", folder / "run", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"run": str(folder / "run"), "step": 3, "is_finished": True}
@@ -211,7 +211,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_an_imported_one_by_flags(fol
     assert (folder / "imported/checkpoints/step-2").is_dir()
 
 
-def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
+def test_run_resumes_from_any_folder(folder, tmp_path, monkeypatch):
     data = ("shards", "--preset", "tiny", "--steps", 1, "--batch-size", 4, "--lr", "2e-3")
     monkeypatch.chdir(folder)
     started = run("pretrain", *data, "--out", tmp_path / "run")
@@ -230,7 +230,7 @@ def test_a_run_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     assert run("pretrain", folder / "shards", "--out", tmp_path / "run").returncode == 0
 
 
-def test_a_run_without_its_configuration(folder, tmp_path):
+def test_missing_configuration_of_run(folder, tmp_path):
     shutil.copytree(folder / "run", tmp_path / "run")
     saved = tmp_path / "run/config.toml"
     saved.unlink()
@@ -242,7 +242,7 @@ def test_a_run_without_its_configuration(folder, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
+def test_flops_of_every_objective_match_pretrain(recipe):
     for name in OBJECTIVES:
         preset = "tiny" if name == "mlm" else "base"
         options = ("--preset", preset, "--recipe", recipe, "--objective.name", name)
@@ -264,7 +264,7 @@ def test_flops_counts_every_objective_and_pretrain_takes_it(recipe):
         (("adversarial", "--objective.temperature", 2), "objective.temperature = 1.0"),
     ],
 )
-def test_flops_names_the_keys_that_an_objective_cannot_have(arguments, counted_with):
+def test_flops_lists_keys_changed_by_objective(arguments, counted_with):
     done = run("flops", "--objective.name", *arguments)
     assert done.returncode == 0 and done.stderr == f"{arguments[0]}: counted with {counted_with}\n"
     assert "objective.name = 'mml': must be one of" in fails("flops", "--objective.name", "mml", *arguments[1:])
@@ -315,7 +315,7 @@ def test_completion_knows_commands_options_and_keys(shell_name, checked, tmp_pat
         assert done.stdout == f"{values}\n", done.stderr
 
 
-def test_a_bug_is_not_dressed_up_as_bad_input(folder, monkeypatch):
+def test_internal_error_keeps_traceback(folder, monkeypatch):
     def verify(corpus):
         raise ValueError("axis 3 is out of bounds")  # of a library
 
@@ -339,7 +339,7 @@ def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
     assert f"warning: {tmp_path / 'shards'}: the model was trained on all of this corpus" in done.stderr
 
 
-def test_a_run_is_evaluated_on_its_own_corpus(folder, tmp_path):
+def test_run_is_evaluated_on_its_corpus_by_default(folder, tmp_path):
     shards = shutil.copytree(folder / "shards", tmp_path / "shards")
     size = ("--train.steps", 2, "--train.batch_size", 4)
     assert run("pretrain", shards, "--preset", "tiny", "--out", tmp_path / "run", *size).returncode == 0
@@ -387,7 +387,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line(words, folder, tmp_path):
+def test_input_error_is_one_line(words, folder, tmp_path):
     (tmp_path / "c.toml").write_text("[train]\nsteps = 'ten'\n")
     for end in ("yaml", "YML", "json", "cfg"):
         (tmp_path / f"run.{end}").write_text("# steps: 10\n" if "m" in end.lower() else '{"train": {"steps": 10}}')
@@ -397,7 +397,7 @@ def test_a_mistake_is_one_line(words, folder, tmp_path):
 
 
 @pytest.mark.process
-def test_a_process_of_the_command_line(folder):
+def test_command_in_a_process(folder):
     said = fails("pretrian", "--preset", "tiny", how=shell)
     assert "pretrian: no such command; did you mean pretrain?" in said
     assert shell("-V").stdout.startswith("electra-fast 0.")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machi
 
 
 @pytest.mark.process
-def test_one_screen(tmp_path, monkeypatch, capsys):
+def test_report_fits_one_screen(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["doctor", "--preset", "tiny", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -27,7 +27,7 @@ def test_one_screen(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.process
-def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
+def test_problems_have_remedies(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(doctor, "EXTRAS", {"numpy": "import numpy.no_such_module", "no-such-package": "import json"})
@@ -43,7 +43,7 @@ def test_problems_are_said_with_remedies(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.process
-def test_kernels_are_a_table(tiny_corpus, tmp_path, monkeypatch):
+def test_kernel_table(tiny_corpus, tmp_path, monkeypatch):
     """By the interpreter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])

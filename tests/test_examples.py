@@ -99,7 +99,7 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("code, is_requeued", [(1, True), (0, False)])
-def test_a_slurm_job_is_requeued_after_a_warning_unless_it_is_complete(tmp_path, code, is_requeued):
+def test_slurm_job_requeues_after_warning_unless_complete(tmp_path, code, is_requeued):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     (tmp_path / "srun").write_text(WARNED.format(code=code))
     # A failed requeue does not hide how the run ended.
@@ -108,7 +108,7 @@ def test_a_slurm_job_is_requeued_after_a_warning_unless_it_is_complete(tmp_path,
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_slurm_job_starts_a_torchrun_per_node(tmp_path, code):
+def test_slurm_job_starts_torchrun_per_node(tmp_path, code):
     cluster = Cluster(tmp_path, "srun", "scontrol")
     job = {"SLURM_JOB_ID": "81234", "SLURM_CPUS_PER_TASK": "8", "SLURM_NNODES": "2", "FAKE_SRUN": str(code)}
     assert cluster.run(str(EXAMPLES / "slurm.sh"), *ARGUMENTS, **job) == code
@@ -124,7 +124,7 @@ def test_a_slurm_job_starts_a_torchrun_per_node(tmp_path, code):
     assert cluster.environment("srun")["SRUN_CPUS_PER_TASK"] == "8"
 
 
-def test_the_options_of_sbatch_come_before_the_first_command():
+def test_sbatch_options_precede_first_command():
     """sbatch ignores those after it."""
     text = (EXAMPLES / "slurm.sh").read_text()
     options = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
@@ -141,7 +141,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("settings, expected", NODES.values(), ids=NODES)
-def test_torchrun_takes_its_options(tmp_path, settings, expected):
+def test_torchrun_accepts_options(tmp_path, settings, expected):
     cluster = Cluster(tmp_path, "torchrun")
     assert cluster.run(str(EXAMPLES / "torchrun.sh"), *ARGUMENTS, FAKE_TORCHRUN="5", **settings) == 5
     options = torchrun_options(cluster.arguments("torchrun"))
@@ -152,7 +152,7 @@ def test_torchrun_takes_its_options(tmp_path, settings, expected):
     assert {"SIGTERM", "SIGINT", "SIGUSR1"} <= set(options.signals_to_handle.split(","))
 
 
-def test_scripts_want_a_corpus_and_a_run(tmp_path):
+def test_scripts_require_corpus_and_run(tmp_path):
     cluster = Cluster(tmp_path, "torchrun", "srun")
     for name, command in [("torchrun.sh", "torchrun"), ("slurm.sh", "srun")]:
         assert cluster.run(str(EXAMPLES / name), "/a corpus") != 0
@@ -167,7 +167,7 @@ def kubernetes():
 
 
 @pytest.mark.parametrize("index, is_host", [("0", "1"), ("1", "0")])
-def test_a_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
+def test_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
     job = kubernetes["Job"]
     container = job["spec"]["template"]["spec"]["containers"][0]
     cluster = Cluster(tmp_path, "torchrun")
@@ -218,7 +218,7 @@ def cells_of(path):
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+def test_notebook_runs(tmp_path, monkeypatch):
     config = demonstration.demo_config().override(steps=20)
     monkeypatch.setattr(demonstration, "demo_config", lambda: config)
     monkeypatch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)
@@ -230,14 +230,14 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch
     assert names["results"]["classification"].median > 0 and len(names["classifier"].labels) == 3
 
 
-def test_an_encoder_of_my_own_language(own_language):
+def test_own_language_example(own_language):
     folder, printed = own_language
     assert re.search(r"AUC of 0\.\d+ .*\n.*accuracy: [01]\.\d+; of the most frequent label: 0\.\d+", printed), printed
     assert 'language: ["hu"]' in (folder / "model/encoder/README.md").read_text()
     assert json.loads((folder / "tasks/results.json").read_text())["classification"]["runs"][2]
 
 
-def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
+def test_name_tagger_example(run_script, tmp_path, own_language):
     folder = own_language[0]
     files = write_conll(tmp_path)
     arguments = [folder / "run", files / "train.conll", files / "dev.conll", tmp_path / "names"]
@@ -248,7 +248,7 @@ def test_a_tagger_that_finds_names(run_script, tmp_path, own_language):
     assert run_script("named_entities.py", *arguments, "the module").startswith(head)  # without another training
 
 
-def test_a_search_for_settings_continues(run_script, tmp_path, own_language, labeled):
+def test_tuning_example_resumes(run_script, tmp_path, own_language, labeled):
     for num_trials in (1, 2, 2):
         printed = run_script("tune.py", own_language[0] / "run", labeled, tmp_path / "tuning", num_trials)
         study = optuna.load_study(study_name="finetune", storage=f"sqlite:///{tmp_path / 'tuning/study.db'}")
@@ -258,7 +258,7 @@ def test_a_search_for_settings_continues(run_script, tmp_path, own_language, lab
     assert best["classification"]["median"] == study.best_value and len(best["classification"]["runs"]) == 3
 
 
-def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, monkeypatch):
+def test_ticket_routing_example(run_script, tmp_path, own_language, monkeypatch):
     (tmp_path / "tickets.csv").write_text(
         "subject,body,queue\n"
         + "".join(f"about {i % 7},{text},q{label}\n" for i, (text, label) in enumerate(sentences(60)))
@@ -293,7 +293,7 @@ def test_tickets_are_routed_as_they_come(run_script, tmp_path, own_language, mon
     ]
 
 
-def test_scanning_errors_are_marked_at_a_precision(run_script, tmp_path, own_language, tiny_text):
+def test_ocr_error_example_reaches_precision(run_script, tmp_path, own_language, tiny_text):
     """A fifth of the words is wrong, and two thirds of these are unknown."""
     rng = random.Random(0)
     right = re.findall(r"[a-z]+", " ".join(tiny_text).lower())[:600]
@@ -344,7 +344,7 @@ PIN_MEMORY = "ignore:'pin_memory' argument is set as true but no accelerator"
 
 
 @pytest.mark.filterwarnings(PIN_MEMORY)
-def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
+def test_search_example(run_script, tmp_path, own_language, offline):
     rng = random.Random(0)
     for number, topic in enumerate(itertools.combinations(WORDS, 2)):
         texts = [" ".join(rng.choices([*topic, *others], k=16)) for others in (BAD[:2], GOOD[:2], ["more", "again"])]
@@ -361,7 +361,7 @@ def test_search_over_own_pages(run_script, tmp_path, own_language, offline):
 
 
 @pytest.mark.filterwarnings(PIN_MEMORY)
-def test_reranking_of_a_search(run_script, tmp_path, own_language, offline):
+def test_reranking_example(run_script, tmp_path, own_language, offline):
     rng = random.Random(0)
     passages = [" ".join(rng.choices(WORDS, k=15)) for _ in range(12)]
     questions = [(" ".join(rng.sample(passage.split(), 4)), passage) for passage in passages for _ in range(2)]
@@ -458,7 +458,7 @@ def classifier(own_language):
     return own_language[0] / "tasks/classification/seed-0/model"
 
 
-def test_a_thousand_requests_at_once_are_answered_as_by_predict(serve, classifier, tmp_path):
+def test_concurrent_requests_equal_predict(serve, classifier, tmp_path):
     """In ONNX, where torch cannot be imported."""
     folder = shutil.copytree(classifier, tmp_path / "onnx")
     write_onnx(folder, "logits")
@@ -480,7 +480,7 @@ def test_a_thousand_requests_at_once_are_answered_as_by_predict(serve, classifie
             assert answer["scores"] == pytest.approx(scores[text], abs=2e-5)
 
 
-def test_a_server_that_is_stopped_answers_all_that_it_accepted(serve):
+def test_stopped_server_answers_accepted_requests(serve):
     server = serve("folder")
     requests = [[f"{i} {j}" for j in range(100)] for i in range(60)]
 
@@ -507,7 +507,7 @@ def test_a_server_that_is_stopped_answers_all_that_it_accepted(serve):
         server.ask("later")
 
 
-def test_a_flood_beyond_the_queue_is_refused(serve):
+def test_requests_beyond_queue_are_refused(serve):
     server = serve("folder", "20")
     answers = server.ask(*(["a"] * 100 for _ in range(200)))
     refused = [head for status, head, _ in answers if status == 429]
@@ -538,7 +538,7 @@ ODD = {
 }
 
 
-def test_odd_requests_get_their_own_answers_and_disturb_no_other(serve):
+def test_malformed_requests_do_not_affect_others(serve):
     server = serve("folder")
     bodies = [body for body, *_ in ODD.values()]
     answers = server.ask(*itertools.chain.from_iterable((body, f"text {i}") for i, body in enumerate(bodies)))
@@ -549,7 +549,7 @@ def test_odd_requests_get_their_own_answers_and_disturb_no_other(serve):
     assert [(status, answer) for status, _, answer in answers[1::2]] == right
 
 
-def test_clients_that_leave_and_that_stay(serve):
+def test_disconnecting_and_idle_clients(serve):
     server = serve("folder")
     for size, content in (
         (3, b'"a'),
@@ -580,14 +580,14 @@ def test_clients_that_leave_and_that_stay(serve):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_an_example_is_short_in_the_table_and_run_here(path):
+def test_example_is_short_listed_and_tested(path):
     assert re.search(rf'(EXAMPLES / |run_script\()"{path.name}"', Path(__file__).read_text(encoding="utf-8"))
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines if path.suffix != ".ipynb" else "\n".join(cells_of(path)).splitlines()) < 60
     assert f"[`{path.name}`]({path.name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_table_has_no_other_files():
+def test_table_lists_only_examples():
     linked = re.findall(r"^\| .*\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(linked) == [path.name for path in FILES] == sorted({*linked})
     assert {path.name for path in EXAMPLES.iterdir()} == {*linked, "README.md"}

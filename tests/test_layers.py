@@ -176,7 +176,7 @@ def named(path: Path) -> str:
     return str(path.relative_to(TREE))
 
 
-def test_package_imports_run_downwards() -> None:
+def test_package_imports_go_downwards() -> None:
     for path in package_files():
         folder = room(path)
         for imported in sorted(own_imports(path) - {"_data"}):
@@ -185,17 +185,17 @@ def test_package_imports_run_downwards() -> None:
             assert is_below, f"{dotted(path)} imports {imported}, which is not below"
 
 
-def test_package_imports_have_no_circle() -> None:
+def test_package_imports_are_acyclic() -> None:
     graph = {dotted(path): own_imports(path) for path in package_files()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_only_the_data_side_touches_the_extension() -> None:
+def test_only_data_modules_import_the_extension() -> None:
     users = {room(path) for path in package_files() if "_data" in own_imports(path)}
     assert users <= EXTENSION_USERS
 
 
-def test_kernels_import_torch_triton_the_card_and_each_other_only() -> None:
+def test_imports_of_kernels() -> None:
     for path in kernel_files():
         allowed = ("electra_fast.kernels.", "electra_fast.card")
         outside = {name for name in imports_of(path) if not name.startswith(allowed)}
@@ -203,7 +203,7 @@ def test_kernels_import_torch_triton_the_card_and_each_other_only() -> None:
         assert not foreign, f"{named(path)} imports {sorted(foreign)}"
 
 
-def test_only_the_room_of_cards_asks_for_capabilities() -> None:
+def test_only_card_module_queries_capabilities() -> None:
     """On ROCm they are numbers of AMD's own, which others would compare with NVIDIA's."""
     asking = {room(path) for path in package_files() if "get_device_capability" in path.read_text(encoding="utf-8")}
     assert asking - {"kernels"} == {"card"}
@@ -214,7 +214,7 @@ def test_kernels_have_no_init() -> None:
     assert (PACKAGE / "kernels").is_symlink()
 
 
-def test_crate_folders_use_only_what_the_table_allows() -> None:
+def test_crate_folder_uses_follow_the_table() -> None:
     for path in crate_files():
         module = path.relative_to(CRATE).parts[0].removesuffix(".rs")
         if module == "lib":
@@ -224,34 +224,34 @@ def test_crate_folders_use_only_what_the_table_allows() -> None:
         assert not foreign, f"{named(path)} uses {sorted(foreign)}, which the table does not allow"
 
 
-def test_parallel_iterators_run_on_the_pool_that_survives_a_fork() -> None:
+def test_parallel_iterators_use_fork_safe_pool() -> None:
     """Rayon's global pool hangs in a forked child."""
     codes = {named(path): path.read_text(encoding="utf-8") for path in crate_files()}
     assert not [name for name, code in codes.items() if "par_iter" in code and "on_all_cores(" not in code]
 
 
-def test_the_crate_table_has_no_circle() -> None:
+def test_crate_table_is_acyclic() -> None:
     graphlib.TopologicalSorter(CRATE_USES).prepare()
 
 
-def test_the_modules_of_a_crate_folder_have_no_circle() -> None:
+def test_crate_modules_are_acyclic() -> None:
     for folder in CRATE_USES:
         graphlib.TopologicalSorter(module_uses(folder)).prepare()
 
 
-def test_the_crate_is_pure_rust() -> None:
+def test_crate_is_pure_rust() -> None:
     manifest = (TREE / "crates/electra-data/Cargo.toml").read_text(encoding="utf-8")
     assert "pyo3" not in manifest and "pyarrow" not in manifest
 
 
 @pytest.mark.parametrize("folder", LINES)
-def test_a_folder_keeps_its_budget(folder: str) -> None:
+def test_folder_within_line_budget(folder: str) -> None:
     files = [path for path in source_files() if named(path).startswith(f"{folder}/") and path.suffix != ".pyi"]
     num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
     assert num_lines <= LINES[folder], f"{folder}: {num_lines} lines: what can go for what came?"
 
 
-def test_the_top_of_the_package_is_a_short_list() -> None:
+def test_number_of_top_level_files() -> None:
     assert len([path for path in PACKAGE.iterdir() if path.suffix in (".py", ".pyi")]) <= MAX_TOP_FILES
 
 

@@ -16,7 +16,7 @@ from electra_fast.messages import MAX_ERROR_LENGTH, error_line, pointing_to_refe
 HOSTILE = "\x1b[2Jx\x07\x9b1m\u202e"
 
 
-def test_what_moves_the_cursor_is_spelled():
+def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800") == r"a\x1b[31m\r\n\t\x9b\u2028\u202e\ud800"
     ordinary = "[red]é 日本\u3000\u200d👩\u200d🔬\\n"
     assert printable(ordinary) == ordinary
@@ -51,7 +51,7 @@ def test_first_warning_of_a_command_points_to_the_reference(capsys):
 
 
 @pytest.mark.parametrize("length", [MAX_ERROR_LENGTH, MAX_ERROR_LENGTH + 1, 100_000])
-def test_a_long_error_keeps_both_its_ends(length):
+def test_long_error_keeps_both_ends(length):
     text = "run.toml: " + "x" * (length - 20) + "correct it"
     line = error_line(text)
     assert len(line) == MAX_ERROR_LENGTH and line.startswith("run.toml: x") and line.endswith("xcorrect it")
@@ -68,13 +68,13 @@ def test_a_long_error_keeps_both_its_ends(length):
         [HOSTILE],
     ],
 )
-def test_an_error_is_one_printable_line(arguments):
+def test_error_is_one_printable_line(arguments):
     process = in_process.run(*arguments)
     assert process.returncode == 2 and len(process.stderr.splitlines()) == 1
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", process.stderr)
 
 
-def test_labels_reach_terminal_and_card_as_text(encoder_folder, tmp_path):
+def test_labels_cannot_control_terminal_or_card(encoder_folder, tmp_path):
     labels = ["[red]good[/red]", f"bad\n# Heading {HOSTILE}"]
     rows = [json.dumps({"text": text, "label": labels[label]}) for text, label in sentences(40)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")

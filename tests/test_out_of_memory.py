@@ -40,7 +40,7 @@ def limit(monkeypatch):
     return limit
 
 
-def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, limit):
+def test_evaluation_retries_with_fewer_rows(whole_run, validation_corpus, limit):
     settings = {"max_batches": 2, "sequence_length": 16}
     expected = dict(evaluate(whole_run, validation_corpus, **settings))
     passed = limit(ElectraObjective, "forward", lambda _, batch: len(batch.tensors["input_ids"]) <= 3)
@@ -53,7 +53,7 @@ def test_an_evaluation_goes_on_with_fewer_rows(whole_run, validation_corpus, lim
         evaluate(whole_run, validation_corpus, **settings)
 
 
-def test_a_prediction_goes_on_with_fewer_examples(finetuned, limit):
+def test_prediction_retries_with_fewer_examples(finetuned, limit):
     texts = [text for text, _ in sentences(40, 5)]
     model = ef.load(finetuned[0] / "sst2/seed-0/model", precision="fp32")
     expected = model.outputs(texts)
@@ -68,7 +68,7 @@ def test_a_prediction_goes_on_with_fewer_examples(finetuned, limit):
 @pytest.mark.parametrize(
     ("accumulate", "remedy"), [(2, "run again with --train.accumulate 4"), (8, "choose a smaller")]
 )
-def test_training_names_the_next_value(whole_run, validation_corpus, tmp_path, limit, accumulate, remedy):
+def test_training_suggests_next_accumulate(whole_run, validation_corpus, tmp_path, limit, accumulate, remedy):
     run = shutil.copytree(whole_run, tmp_path / "run")
     limit(Backward, "run", lambda *_: False)
     config = tiny_config(**{"train.steps": "27", "train.accumulate": str(accumulate)})
@@ -76,7 +76,7 @@ def test_training_names_the_next_value(whole_run, validation_corpus, tmp_path, l
         ef.pretrain(validation_corpus, config=config, out=run)
 
 
-def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus, tmp_path, monkeypatch):
+def test_failed_graph_capture_does_not_hide_out_of_memory(whole_run, validation_corpus, tmp_path, monkeypatch):
     def run(*_):
         try:
             raise torch.OutOfMemoryError(TEXT)
@@ -88,7 +88,7 @@ def test_a_graph_that_fails_meanwhile_hides_nothing(whole_run, validation_corpus
         ef.pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "run")
 
 
-def test_finetuning_names_half_the_batch(encoder_folder, glue_folder, tmp_path, limit):
+def test_finetuning_suggests_half_the_batch_size(encoder_folder, glue_folder, tmp_path, limit):
     limit(TaskBackward, "run", lambda *_: False)
     with pytest.raises(OutOfMemory, match=f"seed-0: step 0: {SHORT}run again with --finetune.batch_size 4"):
         ef.finetune(encoder_folder, task="sst2", glue=glue_folder / "SST-2", out=tmp_path / "out", overrides=QUICK)

@@ -45,7 +45,7 @@ def last_line(shown: io.StringIO) -> str:
         (130, "500000/1000000 loss 12.345 AUC 0.912 123k tok/s MFU 45.1% gen 7.123 disc 0.1234 recall 12.3% "),
     ],
 )
-def test_what_matters_most_stays_in_a_narrow_terminal(monkeypatch, width, figures):
+def test_narrow_terminal_keeps_most_important_parts(monkeypatch, width, figures):
     shown = terminal(monkeypatch, width)
     with TrainingProgress(0, 1_000_000) as progress:
         progress.advance(500_000)
@@ -56,7 +56,7 @@ def test_what_matters_most_stays_in_a_narrow_terminal(monkeypatch, width, figure
     assert " ".join(line.split()).endswith((f" {figures}eta -:--:--", f" {figures}eta 0:00:00"))
 
 
-def test_a_notebook_has_one_line_that_changes(monkeypatch):
+def test_notebook_updates_one_line(monkeypatch):
     shown: list[str] = []
     display = SimpleNamespace(update=lambda content, raw: shown.append(content["text/plain"]))
 
@@ -85,7 +85,7 @@ def test_reading_shows_bar_bytes_and_eta(monkeypatch):
     assert "22.8/45.6 MB" in line and "1,23" in line and "eta" in line
 
 
-def test_a_step_without_reading_is_named(monkeypatch, capsys):
+def test_step_without_reading_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("electra_fast.progress.LINE_SECONDS", 0)
     with ReadingProgress("prepare", shown=True) as progress:
         progress.update(3_000_000, 6_000_000, 0, 0, "adding up counts")

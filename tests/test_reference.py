@@ -16,7 +16,7 @@ PAGES = runpy.run_path(str(TREE / ".ci/generate_reference.py"))["PAGES"]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_reference_page_is_up_to_date(name):
+def test_reference_page_is_up_to_date(name):
     written = (TREE / "docs/reference" / name).read_text(encoding="utf-8")
     assert written == PAGES[name](), "run python .ci/generate_reference.py"
 

@@ -23,7 +23,7 @@ def run(*command):
 
 
 @pytest.mark.process
-def test_sentences_are_whole_and_no_more_than_the_words(tmp_path):
+def test_sentences_are_whole_and_within_word_limit(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT * 20, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(
         json.dumps({"text": "It is what it is. " * 100 + "\u2028"}) + "\n", encoding="utf-8"

@@ -112,7 +112,7 @@ def test_help_shows_at_most_ten_options_and_counts_the_others(command, monkeypat
         assert texts[0] == texts[1] and len(listed[0]) <= MAX_SHOWN + len(("help", "help-all", "quiet"))
 
 
-def test_options_of_other_tools_are_answered():
+def test_options_of_other_tools_get_suggestions():
     """And never with what the command does not have."""
     answered = set()
     for command in PARSER.commands:
@@ -127,12 +127,12 @@ def test_options_of_other_tools_are_answered():
 
 
 @pytest.mark.parametrize("words", ANSWERED)
-def test_an_answer_names_the_right_spelling(words):
+def test_suggestion_has_right_spelling(words):
     assert ANSWERED[words] in answer(*words.split())
 
 
 @pytest.mark.parametrize("command", PARSER.commands)
-def test_flags_are_read_with_hyphens_and_underscores_and_never_by_a_part(command):
+def test_flags_accept_hyphens_and_underscores_but_no_abbreviation(command):
     sub = PARSER.commands[command]
     plain = {flag.replace("-", "_") for flag in flags_of(command)}
     for flag in flags_of(command):
@@ -178,7 +178,7 @@ def test_short_names_are_keys():
         }
 
 
-def test_arguments_come_in_any_order():
+def test_arguments_in_any_order():
     options = PARSER.parse(["-q", "pretrain", "--steps", "5", "a", "--train.seed=1", "b", "--out", "o", "--", "-c"])
     assert options.corpus == ["a", "b", "-c"] and options.quiet and str(options.out) == "o"
     assert options.overrides == {"train.steps": "5", "train.seed": "1"}
@@ -190,7 +190,7 @@ ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "r
 
 
 @pytest.mark.parametrize("command", PARSER.commands)
-def test_a_command_is_a_function_with_its_arguments(command):
+def test_command_has_function_with_same_arguments(command):
     function = getattr(ef, "import_" if command == "import" else command)
     parameters = inspect.signature(function).parameters
     arguments = [argument for argument in PARSER.commands[command]._actions if not isinstance(argument, KeyOption)]
@@ -203,13 +203,13 @@ def test_a_command_is_a_function_with_its_arguments(command):
         assert FinetuningConfig.SHORT_NAMES.keys() <= keyword_only
 
 
-def test_one_word_is_for_one_idea_in_every_command():
+def test_option_means_the_same_in_every_command():
     have = {word: {command for command in PARSER.commands if f"--{word}" in flags_of(command)} for word in WORDS}
     assert have == {word: set(commands.split()) for word, commands in WORDS.items()}
 
 
 @pytest.mark.parametrize(("former", "now"), {"train_vocab": "vocab", "import_folder": "import_"}.items())
-def test_former_names_of_python_are_answered(former, now):
+def test_former_python_names_get_suggestions(former, now):
     with pytest.raises(AttributeError, match=f"^electra_fast.{former} is now electra_fast.{now}$"):
         getattr(ef, former)
     assert not hasattr(ef, "nothing") and hasattr(ef, now)

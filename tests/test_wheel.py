@@ -69,14 +69,14 @@ of_the_wheel = pytest.mark.skipif(is_editable(), reason="about the wheel; this i
 
 
 @of_the_wheel
-def test_the_package_under_test_is_the_installed_one() -> None:
+def test_installed_package_is_under_test() -> None:
     location = Path(electra_fast.__file__).resolve()
     assert location.is_relative_to(SITE_PACKAGES), f"{location} is not the installed wheel: run `make test`"
     assert not location.is_relative_to(TREE)
 
 
 @of_the_wheel
-def test_the_extension_is_one_for_every_python_from_3_11() -> None:
+def test_extension_uses_stable_abi() -> None:
     assert "electra_fast/_data.abi3.so" in installed_files()
     wheel = importlib.metadata.distribution("electra-fast").read_text("WHEEL")
     assert wheel is not None and "Tag: cp311-abi3-" in wheel
@@ -84,7 +84,7 @@ def test_the_extension_is_one_for_every_python_from_3_11() -> None:
 
 
 @of_the_wheel
-def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
+def test_wheel_contains_exactly_the_sources() -> None:
     root = TREE / "python"
     package = {str(path.relative_to(root)) for path in (root / "electra_fast").rglob("*.py")}
     kernels = {f"electra_fast/kernels/{path.name}" for path in (TREE / "kernels").glob("*.py")}
@@ -93,7 +93,7 @@ def test_every_source_file_is_in_the_wheel_and_nothing_else() -> None:
 
 
 @of_the_wheel
-def test_the_license_is_in_the_wheel() -> None:
+def test_wheel_contains_license() -> None:
     assert any(file.endswith("dist-info/licenses/LICENSE") for file in installed_files())
     assert importlib.metadata.metadata("electra-fast")["License-Expression"] == "Apache-2.0"
 
@@ -103,7 +103,7 @@ FOLDERS = {"workspace": TREE / "crates", "registry": Path.home() / ".cargo", "bu
 
 @of_the_wheel
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
-def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) -> None:
+def test_wheel_has_no_paths_of_the_build_machine(folder: Path) -> None:
     files = [file for file in importlib.metadata.files("electra-fast") or [] if file.suffix != ".pyc"]
     shipped = [file for file in files if file.parts[0] == "electra_fast" or "sboms" in file.parts]
     assert {".so", ".json"} <= {file.suffix for file in shipped}
@@ -111,7 +111,7 @@ def test_the_wheel_names_no_folder_of_the_machine_that_built_it(folder: Path) ->
 
 
 @of_the_wheel
-def test_the_bill_of_materials_lists_the_crates_and_is_as_recorded() -> None:
+def test_sbom_lists_crates_and_matches_record() -> None:
     file = next(file for file in importlib.metadata.files("electra-fast") or [] if "sboms" in file.parts)
     content = file.read_binary()
     names = {component["name"] for component in json.loads(content)["components"]}
@@ -138,20 +138,20 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
 
 
 @pytest.mark.process
-def test_importing_costs_under_a_second_beyond_torch() -> None:
+def test_import_time() -> None:
     """In one of three tries, since the machine may be busy."""
     seconds = (float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3))
     assert any(duration < IMPORT_SECONDS for duration in seconds)
 
 
 @pytest.mark.process
-def test_the_command_starts() -> None:
+def test_command_starts() -> None:
     assert importlib.metadata.version("electra-fast") in run(str(SCRIPTS / "electra-fast"), "--version").stdout
     assert "pretrain" in run(sys.executable, "-m", "electra_fast", "--help").stdout
 
 
 @pytest.mark.process
-def test_public_names_are_verbs_whatever_was_imported_first():
+def test_public_names_are_functions_after_submodule_imports():
     """`electra_fast.pretrain` is the function even after its module is imported; the data side needs no torch."""
     program = (
         "import sys, electra_fast as ef; ef.prepare, ef.Corpus, ef.Config; assert 'torch' not in sys.modules;"
@@ -165,7 +165,7 @@ def test_public_names_are_verbs_whatever_was_imported_first():
 
 
 @pytest.mark.process
-def test_tab_completion_shows_the_public_names_and_imports_nothing():
+def test_dir_lists_public_names_without_imports():
     program = (
         "import sys, electra_fast as ef; assert set(dir(ef)) == set(ef.__all__); assert 'numpy' not in sys.modules"
     )

@@ -48,7 +48,7 @@ def write_groups(folder, bodies):
 
 
 @pytest.mark.slow
-def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
+def test_failed_group_keeps_other_results(tmp_path, capsys):
     bodies = {"before": GOOD.replace("NUMBER", "2"), **FAULTS, "after": GOOD.replace("NUMBER", "2")}
     out = tmp_path / "out"
     code = groups.run("gpu B1", write_groups(tmp_path, bodies), out, tmp_path / "cache", 100, ["--quick"])
@@ -73,7 +73,7 @@ def test_what_breaks_costs_its_own_results_only(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path):
+def test_stopped_script_stops_its_group_and_prints_results(tmp_path):
     """SIGTERM, as `timeout` sends it, to a script in the background of a shell, where SIGINT is ignored."""
     (tmp_path / "hangs.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     code = (
@@ -97,7 +97,7 @@ def test_a_script_that_is_stopped_stops_its_group_and_says_what_it_has(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_script_alone(tmp_path):
+def test_script_without_groups(tmp_path):
     """`card.py` as a person runs it; every saved result names the card."""
     command = [sys.executable, str(BENCH / "card.py"), "--device", "cpu", "--results", str(tmp_path / "results.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
@@ -108,7 +108,7 @@ def test_a_script_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
+def test_cpu_step_against_itself(tmp_path):
     """Whole processes of two contenders; the shape is run to its table, and every line is saved."""
     results = tmp_path / "results.jsonl"
     package = Path(electra_fast.__file__).parent.parent
@@ -126,20 +126,20 @@ def test_a_step_on_a_cpu_against_the_same_version(tmp_path):
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
-def test_each_command_on_a_gpu_has_time_for_all_its_groups(is_quick):
+def test_gpu_commands_fit_in_time(is_quick):
     options = SimpleNamespace(quick=is_quick, run=Path("run"), texts=[], glue=Path("glue"), pairs=Path("pairs"))
     for name, stage in gpu.stages(options).items():
         assert is_quick or sum(group.seconds for group in stage) <= 9.5 * 60, name
         assert len({group.name for group in stage}) == len(stage)
 
 
-def test_every_kernel_case_is_in_a_group():
+def test_kernel_cases_are_in_groups():
     words = [word for group in gpu.KERNELS for word in group.split()]
     assert all(any(word in name for word in words) for name in CASES)
     assert all(any(word in name for name in CASES) for word in words)
 
 
-def test_the_operators_of_a_step_are_counted_without_a_gpu():
+def test_step_operators_are_counted_without_gpu():
     """Layers without heads and embeddings: what each costs by hand, forward and backward."""
     config = shape("tiny:8", {"data.corpus": "none", "model.vocab_size": "1000", "objective.name": "mlm"})
     few, more = (step_counts.count_step(config.override({"model.num_layers": str(n)}), "short")[0] for n in (2, 4))

@@ -73,7 +73,7 @@ def text(path):
 
 
 @pytest.mark.slow
-def test_the_queue_pauses_stops_and_resumes(queue):
+def test_queue_pauses_stops_and_resumes(queue):
     start, folder = queue
     waits, last, pause = (folder / "out" / name for name in ("waits.txt", "last.txt", "pause"))
 
@@ -113,7 +113,7 @@ def test_the_queue_pauses_stops_and_resumes(queue):
     assert text(last).count("start") == 1 and not (folder / "out" / "done.txt").exists()
 
 
-def test_the_list_is_of_commands_that_exist(monkeypatch, tmp_path):
+def test_listed_commands_exist(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done, left = experiments.read_list()
     assert len({experiment.name for experiment in (*done, *left)}) == len(

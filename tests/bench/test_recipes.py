@@ -45,7 +45,7 @@ def study(validation_corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_budgets_count_the_update_as_torch_counts_it(study):
+def test_update_flops_equal_torch(study):
     config, steps = study.config(recipes.Job(studies.MODERN, 3e11, 0))
     optimizer = recipes.Optimizer(recipes.Electra(config).named_parameters(), config.optimizer)
     names = [name for name in optimizer.parameters if name not in optimizer.exp_avg_sq]
@@ -61,7 +61,7 @@ def test_budgets_count_the_update_as_torch_counts_it(study):
     assert recipes.update_flops(adamw) == 0
 
 
-def test_modern_is_compared_as_it_is_shipped(study):
+def test_modern_uses_default_configuration(study):
     study.scale = studies.SCALES["mini"]
     compared = study.config(recipes.Job(studies.MODERN, 1e14, 0))[0].resolved()
     shipped = ef.Config.preset("mini", "modern").override({"train.steps": compared.train.steps}).resolved()
@@ -69,7 +69,7 @@ def test_modern_is_compared_as_it_is_shipped(study):
     assert {*shipped.differences(compared)} <= others
 
 
-def test_every_setting_is_a_run_of_its_own(study):
+def test_settings_are_distinct(study):
     study.scale = studies.SCALES["mini"]
     for settings in (*studies.STUDIES.values(), *studies.HOUR):
         assert len({item.name for item in settings}) == len(settings)
@@ -83,7 +83,7 @@ def judged(auc):
     return {"network": metrics, "unigram": metrics}
 
 
-def test_an_interval_is_of_the_seeds():
+def test_interval_over_seeds():
     def point(budget, *values):
         return report.Point("", budget, [{"corrupted_by": judged(value)} for value in values])
 
@@ -98,7 +98,7 @@ def test_an_interval_is_of_the_seeds():
         assert str(report.factor(ours, point(8e9, *values), report.auc)) == text
 
 
-def test_a_run_that_diverged_is_chance_and_stops_no_report():
+def test_diverged_run_counts_as_chance():
     good = {"seconds": 10.0, "corrupted_by": judged(0.7)}
     point = report.Point("one", 1e9, [good, {"failed": "the loss became nan"}])
     curves = {"modern": [report.Point("other", 1e9, [good])], "google": [point]}
@@ -112,13 +112,13 @@ def test_a_run_that_diverged_is_chance_and_stops_no_report():
     ("value", "cost", "bound"),
     [(0.6, 2.0, ""), (0.65, math.sqrt(8), ""), (0.55, 1.0, "at most"), (0.9, 8.0, "more than"), (0.8, 8.0, "")],
 )
-def test_where_a_curve_reaches_a_value(value, cost, bound):
+def test_crossing_of_a_curve(value, cost, bound):
     curve = [(1.0, 0.56), (2.0, 0.6), (4.0, 0.7), (8.0, 0.8)]
     assert report.crossing(curve, value) == (pytest.approx(cost), bound)
 
 
 @pytest.mark.slow
-def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monkeypatch):
+def test_fixed_evaluation_set_needs_no_generator(study, monkeypatch):
     texts = [str(study.out / "text.txt")]
     words = [f"{first}{second}" for first in ("ab", "cd", "ef", "gh") for second in ("i", "k", "mn", "op")]
     lines = (" ".join(words[(3 * i * i + j) % 16] for j in range(40)) for i in range(2_000))
@@ -144,7 +144,7 @@ def test_the_committed_ruler_gives_the_same_text_without_a_corruptor(study, monk
 
 
 @pytest.mark.slow
-def test_a_run_is_never_done_twice(study, monkeypatch):
+def test_finished_run_is_not_repeated(study, monkeypatch):
     corruptor = ef.Config.preset("tiny", "google").override({"train.steps": "2", "objective.name": "mlm"})
     ef.pretrain(study.corpus, config=corruptor, out=study.out / "corruptor")
     glue = study.out / "glue"
@@ -186,7 +186,7 @@ def test_a_run_is_never_done_twice(study, monkeypatch):
     assert study.results.read_text().splitlines() == lines
 
 
-def test_rotary_positions_in_the_published_encoder_are_relative(monkeypatch):
+def test_rotary_positions_are_relative(monkeypatch):
     for name in ("BertLayer", "Encoder", "Embeddings"):
         monkeypatch.setattr(model, name, getattr(model, name))
     config = ef.Config.preset("tiny", "google").override({"model.vocab_size": "64", "model.dropout": "0"})
@@ -219,7 +219,7 @@ def test_rotary_positions_in_the_published_encoder_are_relative(monkeypatch):
     torch.testing.assert_close(states(rotary, positions, queries), states(rotary, positions)[some])
 
 
-def test_the_documents_claim_what_the_committed_runs_say(tmp_path):
+def test_documents_match_committed_runs(tmp_path):
     study = recipes.Study(studies.SCALES["mini"], tmp_path, BENCH / "data/recipes.jsonl", None)
     ruler = np.load(BENCH / "data/ruler-mini.npz")
     num_entries = len(ruler["vocab"].tobytes().split())

@@ -25,12 +25,12 @@ def known_points():
     return [scaling_law.Point("", *run, KNOWN.error(*run), 1) for run in runs]
 
 
-def test_the_fit_finds_a_known_law():
+def test_fit_recovers_known_law():
     fitted = scaling_law.fit(known_points())
     assert fitted == ScalingLaw(*(pytest.approx(constant, rel=1e-3) for constant in scaling_law.astuple(KNOWN)))
 
 
-def test_an_interval_has_no_width_without_noise_and_covers_the_law_with_noise():
+def test_interval_without_and_with_noise():
     noisy = [replace(point, error=point.error * (1.03 if i % 2 else 0.97)) for i, point in enumerate(known_points())]
     expected = KNOWN.error(3e6, 2e7)
     for points, least, most in ((known_points(), 0.0, 1e-3), (noisy, 0.01, 0.1)):
@@ -39,7 +39,7 @@ def test_an_interval_has_no_width_without_noise_and_covers_the_law_with_noise():
         assert least <= (high - low) / expected <= most
 
 
-def test_the_constants_are_those_of_the_runs():
+def test_constants_equal_fit_of_runs():
     points = scaling_law.points()
     fitted = scaling_law.fit(points)
     assert len(points) >= 8
@@ -48,11 +48,11 @@ def test_the_constants_are_those_of_the_runs():
         assert LAW.error(*run) == pytest.approx(fitted.error(*run), rel=0.005), point
 
 
-def test_the_page_has_the_table_of_shapes():
+def test_page_has_table_of_shapes():
     assert all(f"| {' | '.join(row)} |" in LAW_PAGE for row in scaling_law.shapes_by_budget(LAW))
 
 
-def test_the_page_has_the_tasks_of_the_runs():
+def test_page_has_task_scores():
     page = " ".join(LAW_PAGE.split())
     results = {(line["name"], line["run"]["budget"]): line["result"] for line in scaling_law.lines()}
     runs = [("2 layers of 64", 30), ("2 layers of 128", 30), ("2 layers of 128", 90), ("4 layers of 128", 90)]
@@ -61,18 +61,18 @@ def test_the_page_has_the_tasks_of_the_runs():
     assert f"With 90, 2 of 128 average {longer}, 4 of 128 average {deeper}" in page
 
 
-def test_variants_of_a_setting_are_not_its_seeds():
+def test_variants_are_not_seeds():
     drawn = scaling_law.tasks()
     assert [len(scores) for scores in drawn["2 layers of 64"].values()] == [1]
     assert len(drawn["modern"][60.0]) == len(drawn["BertForMaskedLM"][60.0]) == 2
 
 
-def test_the_projections_have_the_tables_of_the_script():
+def test_projections_match_script():
     assert [table for table in scale.tables() if table not in PROJECTIONS] == []
 
 
 @pytest.mark.parametrize("preset", scale.MODELS)
-def test_sizes_are_those_of_the_presets(preset):
+def test_sizes_equal_presets(preset):
     config = ef.Config.preset(preset, "google").override({"model.vocab_size": "30522"})
     with FakeTensorMode():
         parameters = sum(parameter.numel() for parameter in ef.Electra(config).parameters())

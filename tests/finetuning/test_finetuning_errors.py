@@ -93,7 +93,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, words):
+def test_input_error_is_one_line(encoder_folder, glue_folder, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "glue").symlink_to(glue_folder)
     for version in (1, 2):
