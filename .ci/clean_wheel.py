@@ -1,7 +1,7 @@
 """Removes the build machine's folders from a wheel's SBOM, and makes the links of its description absolute.
 
-`python clean_wheel.py WHEEL...`. maturin names the crates of this workspace by their absolute paths, and copies
-README.md, in which links are relative; package indexes show it without the files to which they lead.
+`python clean_wheel.py WHEEL...`. maturin records the crates of this workspace with absolute paths, and copies
+README.md with its relative links; package indexes show it without the linked files.
 """
 
 import base64

@@ -43,8 +43,8 @@ load_best_model_at_end mlm_probability max_seq_length dataloader_num_workers tor
 num_hidden_layers num_attention_heads max_position_embeddings hidden_dropout_prob attention_probs_dropout_prob
 classifier_dropout layer_norm_eps global_rope_theta global_attn_every_n_layers
 """.split()
-"""Names in `transformers` and its training arguments that differ from ours."""
-# Options that had other names before the commands had rules, by command.
+"""Names in `transformers` and its training arguments that are different here."""
+# Former names of options, keyed by command.
 FORMER = {
     "vocab prepare": "text-field skip-bad-records",
     "pretrain": "data from",
@@ -54,23 +54,23 @@ FORMER = {
     "evaluate": "data batches",
     "reproduce": "data tasks",
 }
-RULES_OF_THE_SURFACE = """# One surface
+RULES_OF_THE_SURFACE = """# Rules of the interface
 
-Commands, configuration keys and Python have one set of rules. A test holds them for every command.
+Commands, configuration keys and Python follow one set of rules. Tests enforce them for every command.
 
-1. What a command works on is positional: text, a corpus, a run, a model, a file. `--out` is what it writes.
-2. One word for one idea everywhere: `--text` is the column or field with the text, `--seed` is a seed and `--seeds` a
-   number of runs, `--device auto|cpu|cuda|cuda:N` and `--precision auto|fp32|fp16|bf16` choose where and how a model
-   computes.
+1. Inputs of a command are positional: text, a corpus, a run, a model, a file. `--out` is its output.
+2. An option means the same everywhere: `--text` is the column or field with the text, `--seed` is a seed and `--seeds` a
+   number of runs, `--device auto|cpu|cuda|cuda:N` and `--precision auto|fp32|fp16|bf16` select the model's device and
+   dtype.
 3. Each command is a function of `electra_fast` with its name (`import` is `import_`), the same positional arguments and
-   keyword arguments with the names of its options. It returns what the command prints: `print(result)` is the output,
-   `result.to_json()` that of `--json`. Only the command line has `--json`, `--quiet`, `--help`, `--dry-run` and, where
+   keyword arguments with the names of its options. It returns the command's output: `print(result)` prints its text,
+   `result.to_json()` returns the output of `--json`. Only the command line has `--json`, `--quiet`, `--help`, `--dry-run` and, where
    Python passes a `Config`, `--preset` and `--recipe`.
-4. Flags have hyphens and keys have underscores; both are read for both. Options and positional arguments may come in
+4. Flags have hyphens and keys have underscores; both spellings are accepted. Options and positional arguments may be in
    any order. A boolean key needs no value: `--finetune.calibrate`.
 5. `--help` shows at most ten options, `--help-all` every option and key.
-6. Only whole names are read. A former name, one of another tool, or a typing error is answered with the right name and
-   exit code 2, and never obeyed.
+6. Names are never abbreviated. For a former name, another tool's name or a typing error, the command suggests the right
+   name and exits with code 2.
 """
 
 FILE = """```toml
@@ -100,8 +100,8 @@ def commands() -> str:
     parts = [
         "# Commands\n",
         "`electra-fast COMMAND --help-all` prints the same and every key, `--help` the ten main options. Results go to",
-        "standard output, progress and notes to standard error. A mistake is one line and exit code 2; a run stopped",
-        "by a signal exits with 128 plus its number, and one that reached `train.max_minutes` with 75.\n",
+        "standard output, progress and notes to standard error. An input error is one line and exit code 2; a run that",
+        "a signal stops exits with 128 plus its number, and a run that reaches `train.max_minutes` with 75.\n",
     ]
     for name, command in parser.commands.items():
         parts += [f"## {name}\n", _sentence(command.description or ""), *_arguments(name, command)]
@@ -146,29 +146,29 @@ def _argument(command: Parser, action: argparse.Action) -> list[str]:
 
 
 def configuration() -> str:
-    """Each configuration key, and what presets and recipes change."""
+    """Each configuration key, and the changes by presets and recipes."""
     presets = list(SIZES)
     recipes = list(RECIPES)
     parts = [
         "# Configuration keys\n",
         "Set them on the command line, `--steps 100k`, or in a TOML file, `pretrain --config FILE.toml`:\n",
         FILE,
-        "Without its first lines, it starts from the preset `small` in the recipe `modern`, as `ef.Config()` does.",
-        "Numbers take units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, what the objective",
-        "needs, file, command line. `RUN/config.toml` has every value of a run.\n",
+        "Without its first two lines, the preset is `small` and the recipe `modern`, as in `ef.Config()`.",
+        "Numbers may have units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, requirements of the",
+        "objective, file, command line. `RUN/config.toml` has all values of a run.\n",
         f"## Pre-training\n\n{_keys(Config())}",
-        "## Presets\n\nThe recipe `modern`; keys that all presets share are left out.\n",
+        "## Presets\n\nIn the recipe `modern`; keys with one value for all presets are omitted.\n",
         _columns({name: Config.preset(name) for name in presets}),
-        "## Recipes\n\nThe preset `small`.\n",
+        "## Recipes\n\nWith the preset `small`.\n",
         _columns({name: Config.preset("small", name) for name in recipes}),
-        f"## Fine-tuning\n\nDefaults are those of the recipe `fast`.\n\n{_keys(FinetuningConfig())}",
+        f"## Fine-tuning\n\nDefaults are for the recipe `fast`.\n\n{_keys(FinetuningConfig())}",
         "## Recipes of fine-tuning\n",
         _columns(
             {name: FinetuningConfig().override(keys) for name, keys in FINETUNING_RECIPES.items()},
             RULES,
         ),
         "## Names in `transformers`\n",
-        "Of those that differ: `Trainer`, its examples and its models on one side, our keys on the other.\n",
+        "Different names in `Trainer`, its examples and its models, with our keys.\n",
         _in_transformers(),
     ]
     return NOTE + "\n".join(parts)

@@ -4,8 +4,8 @@
 #   runs/five-tasks.sh OUT GLUE TEXT... [-- KEY...]
 #
 # OUT: a new folder; run the script again to resume. GLUE: a folder of CoLA, SST-2, MRPC, STS-B and RTE with their train.tsv
-# and dev.tsv. TEXT: what `electra-fast prepare` reads: .txt, .jsonl, .parquet (.gz, .zst), a folder. KEY: options of
-# `electra-fast pretrain`; by default what `plan` proposes for an hour of this machine. VOCAB: entries of the vocabulary (8192).
+# and dev.tsv. TEXT: inputs of `electra-fast prepare`: .txt, .jsonl, .parquet (.gz, .zst), a folder. KEY: options of
+# `electra-fast pretrain`; by default the proposal of `plan` for an hour on this machine. VOCAB: entries of the vocabulary (8192).
 # SEEDS: fine-tunings of each task (3). UNTIL=run: stop before the tasks.
 set -euo pipefail
 out=$1 glue=$(realpath "$2") texts=()

@@ -3,8 +3,8 @@
     python sentences.py NUM_WORDS FILE... > OUT
 
 A FILE is .txt (one document, with blank lines between paragraphs), or .jsonl, .jsonl.zst or .parquet with the column
-`text`. Sentences of one or two words are left out. The same share of each document is taken, from its middle, so that
-the words come from all of them. Words are what spaces separate, as the BabyLM challenge counts them.
+`text`. Sentences of one or two words are dropped. The same fraction is taken from the middle of each document, so that
+every document contributes. Words are separated by spaces, as in the BabyLM challenge's count.
 """
 
 import json
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 END = re.compile(r"[.!?][\"”’')\]]*(?=\s+[\"“‘(\[]?[A-Z0-9]|$)")
-# A full stop after these ends no sentence.
+# A period after these does not end a sentence.
 ABBREVIATION = re.compile(
     r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Prof|Rev|Hon|Gen|Col|Capt|Lt|Jr|Sr|vs|etc|No|Vol|cf|e\.g|i\.e)\.$"
 )
@@ -35,9 +35,10 @@ def documents(path: Path) -> Iterator[str]:
 
 
 def sentences(document: str) -> Iterator[str]:
-    """Yields the sentences of a document, and what follows the last one of each paragraph."""
+    """Yields the sentences of a document, and the rest of each paragraph after its last sentence."""
     for paragraph in re.split(r"\n\s*\n", document):
-        text, start = " ".join(paragraph.split()), 0
+        text = " ".join(paragraph.split())
+        start = 0
         ends = [end.end() for end in END.finditer(text)]
         for end in (*ends, len(text)):
             if not ABBREVIATION.search(text[start:end]):
@@ -49,12 +50,13 @@ def sentences(document: str) -> Iterator[str]:
 def main() -> None:
     """Writes the sentences to standard output."""
     num_words = int(sys.argv[1])
-    found = [list(sentences(document)) for name in sys.argv[2:] for document in documents(Path(name))]
-    total = sum(len(sentence.split()) for each in found for sentence in each)
-    share, taken = min(1, num_words / total), 0
-    for each in found:
-        first = round(len(each) * (1 - share) / 2)
-        for sentence in each[first : first + round(len(each) * share)]:
+    texts = [list(sentences(document)) for name in sys.argv[2:] for document in documents(Path(name))]
+    total = sum(len(sentence.split()) for text in texts for sentence in text)
+    fraction = min(1, num_words / total)
+    taken = 0
+    for text in texts:
+        first = round(len(text) * (1 - fraction) / 2)
+        for sentence in text[first : first + round(len(text) * fraction)]:
             if (taken := taken + len(sentence.split())) <= num_words:
                 print(sentence)
     print(f"{min(taken, num_words):,} words of {total:,} in sentences", file=sys.stderr)

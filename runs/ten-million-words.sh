@@ -14,7 +14,7 @@ shift $(($# > 0))
 [ $# -gt 0 ] || set -- --preset mini
 mkdir -p "$out"
 
-# Ten million words in sentences, each a document of its own, as the pairs of the test are.
+# Ten million words in sentences, each as a separate document, like the pairs of the test.
 [ -e "$out/sentences.txt" ] || python3 "$here/sentences.py" 10_000_000 "${texts[@]}" > "$out/part"
 [ -e "$out/sentences.txt" ] || mv "$out/part" "$out/sentences.txt"
 [ -e "$out/words/vocab.txt" ] || electra-fast vocab "$out/sentences.txt" --documents line --size 8192 --out "$out/words/vocab.txt"

@@ -1,4 +1,4 @@
-"""What all tests share: a small vocabulary, a small corpus, one thread, a plain processor; which worker runs what.
+"""Shared fixtures: a small vocabulary, a small corpus, one thread, a plain processor; the order of test files.
 
 Nothing is downloaded and no file is shipped: the text is Python's own documentation, which every
 Python brings along.
@@ -7,7 +7,7 @@ Python brings along.
 import os
 
 # Before torch is imported, and for every process that a test starts: a worker per core leaves no core for a second
-# thread, and results must not depend on how many there are.
+# thread, and results must not depend on the number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Recorded losses and tolerances are a CPU's. With `CUDA_VISIBLE_DEVICES=0` tests use a GPU, as in bench/gpu.py.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -35,15 +35,15 @@ if not torch.cuda.is_available():
 
 from electra_fast.ops import operations
 
-# What a step asks for is known to the check of its kernels.
+# Raise an error for an operation that the check of kernels did not list.
 operations.is_strict = True
 
 pytest_plugins = ("child_processes",)
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_WORDS = 600
 NUM_TOPICS = 40
-# Files that train whole runs, longest first: begun last, one of them would leave the other workers idle. `make check`
-# leaves them out.
+# Files that train whole runs, longest first: if one started last, the other workers would wait for it. `make check`
+# skips them.
 LONG_FILES = """
 documents ranks prepare_to_store mirror demo reproduction kernels examples finetuning learning step_processes
 golden_losses selection finetuning_hardware step classifier_folder pretrain stall step_by_kernels resume generator_head
@@ -52,14 +52,14 @@ memory export step_on_fake_cuda finetuning_reference divergence settings graphs 
 
 
 def pytest_configure() -> None:
-    """Signals begin as in a terminal: `nohup` and a shell's background jobs pass ignored ones on to every child."""
+    """Resets signal handlers: children of `nohup` and of a shell's background jobs inherit ignored signals."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves long files to the front: several workers take files in this order, each file whole (`--dist loadfile`)."""
+    """Moves long files to the front: workers take whole files in this order (`--dist loadfile`)."""
     order = {f"test_{name}.py": position for position, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def plain_processor() -> Iterator[Callable[[], Any]]:
-    """In this process, `auto` has nothing to measure: what it found would depend on the machine and its load.
+    """Leaves `auto` nothing to measure in this process, since the result would depend on the machine and its load.
 
-    Gives the function that tells what the processor really has.
+    Yields the function that returns the processor's real capabilities.
     """
     original = torch.cpu.get_capabilities
     plain = dict(original()) | dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_bw"), False)
@@ -82,13 +82,13 @@ def plain_processor() -> Iterator[Callable[[], Any]]:
 
 @pytest.fixture
 def own_processor(plain_processor: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor with all that it has."""
+    """The processor with all its capabilities."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", plain_processor)
 
 
 @pytest.fixture
 def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
-    """A function that says for which libraries fp32 products are switched in calls of a class's method from then on."""
+    """Returns a function that records the libraries to which calls of a class's method switch fp32 products."""
 
     def watch(owner: type, method: str = "forward") -> set[str]:
         libraries: set[str] = set()
@@ -107,7 +107,7 @@ def products_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, in which a user has a file or folder of every name that a program could import."""
+    """A current folder with a file or folder of every name that a program could import."""
     folder = tmp_path / "hostile"
     for name in (*sys.stdlib_module_names, "kernels", "_data", "sitecustomize", "triton"):
         path = folder / f"{name}.py"
@@ -122,7 +122,7 @@ def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes rows as JSON lines to a file."""
+    """Returns a function that writes rows as JSON lines to a file."""
 
     def write(rows: list[Any], name: str = "train.jsonl") -> Path:
         path = tmp_path / name
@@ -134,13 +134,13 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_text() -> list[str]:
-    """English documents, one a topic of Python's language reference, blank lines and all."""
+    """English documents with blank lines, one per topic of Python's language reference."""
     return [topics[name] for name in sorted(topics)[:NUM_TOPICS]]
 
 
 @pytest.fixture(scope="session")
 def tiny_vocab(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str]) -> Path:
-    """An uncased WordPiece `vocab.txt`: special tokens, characters, and the text's commonest words."""
+    """An uncased WordPiece `vocab.txt`: special tokens, characters and the most frequent words of the text."""
     counts = collections.Counter(re.findall(r"[a-z]{2,}", " ".join(tiny_text).lower()))
     words = sorted(counts, key=lambda word: (-counts[word], word))[:NUM_WORDS]
     letters = string.ascii_lowercase + string.digits
@@ -152,7 +152,7 @@ def tiny_vocab(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str]) -
 
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
-    """A prepared corpus of `tiny_text`, from two files. Tests read it; one that writes copies it first."""
+    """A prepared corpus of `tiny_text`, from two files. Tests that write to it copy it first."""
     import electra_fast
 
     folder = tmp_path_factory.mktemp("corpus")
@@ -166,7 +166,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], 
 
 @pytest.fixture(scope="session")
 def validation_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[str], tiny_vocab: Path) -> Path:
-    """The corpus of `tiny_text` with a fifth of its documents held out."""
+    """The corpus of `tiny_text` with a fifth of its documents in the validation set."""
     import electra_fast
 
     folder = tmp_path_factory.mktemp("held-out") / "shards"
@@ -176,7 +176,7 @@ def validation_corpus(tmp_path_factory: pytest.TempPathFactory, tiny_text: list[
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path) -> Path:
-    """An uninterrupted run of `tiny_run`, which resumed ones have to equal. Tests that write to it copy it first."""
+    """An uninterrupted run of `tiny_run`, to compare resumed runs with. Tests that write to it copy it first."""
     from tiny_run import tiny_config
 
     from electra_fast.training.pretrain import pretrain
@@ -188,7 +188,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, validation_corpus: Path)
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Any]:
-    """An S3 server on the loopback (`object_store.use` makes `s3://` mean it)."""
+    """An S3 server on the loopback interface; `object_store.use` sends `s3://` there."""
     import object_store
 
     with object_store.running() as store:
@@ -197,7 +197,7 @@ def s3() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Any]:
-    """Forks processes that run `tiny_run`, so that they need not import torch."""
+    """Forks processes that run `tiny_run` without importing torch again."""
     from ranks import Server
 
     server = Server()
@@ -207,7 +207,7 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def exact_run(server: Any, validation_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run by one rank, with dropout, which runs by several have to equal to the bit."""
+    """An uninterrupted run with dropout on one rank; runs on several ranks must equal it bitwise."""
     from tiny_run import EXACT
 
     out = tmp_path_factory.mktemp("exact") / "run"
@@ -267,10 +267,10 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory, encoder_folder: Path, gl
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialized floats become NaN, so that an output which nobody wrote cannot pass as a result."""
+    """Fills uninitialized floats with NaN, so that an unwritten output cannot pass as a result."""
     from torch.utils._device import _device_constructors
 
-    _device_constructors()  # which `with torch.device(...)` looks up once and keeps
+    _device_constructors()  # `with torch.device(...)` caches it on first use
 
     def poisoned(allocate: Any) -> Any:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -286,7 +286,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unique_documents() -> list[list[int]]:
-    """Documents of 1 to 800 tokens, 40,000 in all, no id twice: a token names its place."""
+    """Documents of 1 to 800 tokens, 40,000 in total, with unique ids, so that a token identifies its position."""
     rng = random.Random(3)
     documents = []
     next_id = len(SPECIAL_TOKENS)
@@ -304,7 +304,7 @@ def documents() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def prepared_documents(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> Path:
-    """A folder with those documents as text, their vocabulary, and the corpus made of both."""
+    """A folder with these documents as text, their vocabulary and their corpus."""
     from electra_fast import prepare
 
     folder = tmp_path_factory.mktemp("documents")
@@ -317,5 +317,5 @@ def prepared_documents(tmp_path_factory: pytest.TempPathFactory, documents: list
 
 @pytest.fixture
 def corpus(tmp_path: Path, prepared_documents: Path) -> Path:
-    """The corpus of those documents; each test has its own and may damage it."""
+    """A copy of the corpus of these documents for each test, which may damage it."""
     return shutil.copytree(prepared_documents, tmp_path, dirs_exist_ok=True) / "shards"

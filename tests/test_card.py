@@ -1,4 +1,4 @@
-"""What the program knows of GPUs, without any."""
+"""Facts about GPUs, tested without a GPU."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ from electra_fast.model import compute
 from electra_fast.model.compute import DTYPES, available_attention, choose_attention, choose_precision
 from electra_fast.training.reporting import settings
 
-# Name, capability, AMD's architecture; then architecture, and the peaks in TFLOP/s in bf16, fp16 and fp32.
+# Name, capability and AMD's architecture; expected architecture, and peaks in TFLOP/s in bf16, fp16 and fp32.
 CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
     ("Tesla P100-PCIE-16GB", (6, 0), "", "", None),
     ("Tesla V100-SXM2-16GB", (7, 0), "", "Volta", (None, 125, 15.7)),
@@ -44,14 +44,14 @@ CARDS: list[tuple[str, tuple[int, int], str, str, Any]] = [
     ("AMD Instinct MI300X", (9, 4), "gfx942", "gfx942", (1307, 1307, 163.4)),
     ("AMD Instinct MI100", (9, 0), "gfx908", "gfx908", None),
 ]
-# Those that only fp32 is fast on, or that nobody has claimed otherwise of.
+# Cards with fast fp32 only, or without published peaks.
 SLOW = ("P100-PCIE-16GB", "MI100")
 CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine that has all that Triton needs; returns the folder of Python's headers."""
+    """Simulates a machine with everything that Triton needs; returns the folder of Python's headers."""
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.9.0"))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))

@@ -1,4 +1,4 @@
-"""Child processes import nothing from the user's folder, and say why they ended."""
+"""Child processes import nothing from the user's folder, and report the reason for their exit."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ PROGRAM = "import json, random, numpy, electra_fast.cli; print(electra_fast.__fi
 @pytest.mark.process
 def test_a_child_imports_nothing_from_the_current_folder(hostile_folder, monkeypatch):
     monkeypatch.syspath_prepend("")  # as in a notebook
-    monkeypatch.syspath_prepend(str(hostile_folder))  # as of `python -m`
+    monkeypatch.syspath_prepend(str(hostile_folder))  # as in `python -m`
     command = python_command(PROGRAM, "a b", "ü")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     path, *arguments = done.stdout.split(maxsplit=1)

@@ -1,4 +1,4 @@
-"""The command line: streams, exit codes, one line an error; `in_process` but for what a shell has to do with."""
+"""The command line: streams, exit codes, one-line errors. Commands run in process, except for tests of a shell."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def shell(*arguments):
 
 
 def fails(*arguments, how=run):
-    """The one line that a failing command says."""
+    """Returns the one line of a failing command's error."""
     done = how(*arguments)
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert done.stdout == "" and "Traceback" not in done.stderr
@@ -38,7 +38,7 @@ def fails(*arguments, how=run):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Text → vocabulary → corpus → run → export, all by the command line."""
+    """Text → vocabulary → corpus → run → export, with commands only."""
     folder = tmp_path_factory.mktemp("cli")
     text = "\n\n".join(f"The {n}th document speaks of {n * 7} things, and of {n % 5} others." for n in range(400))
     (folder / "text.txt").write_text(text)
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     for step in steps:
         done = run(*step)
         assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) <= 3  # the result alone
+        assert len(done.stdout.splitlines()) <= 3  # only the result
     return folder
 
 
@@ -70,7 +70,7 @@ NAMES = "日本 é 😀 \x85"
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252", "utf-16"])
 def test_output_in_any_terminal_encoding(whole_run, tmp_path, monkeypatch, encoding):
-    """JSON is UTF-8 or ASCII; text that people read has Python's escapes for what the encoding lacks."""
+    """JSON is UTF-8 or ASCII; other text has Python's escapes for characters outside the encoding."""
     (tmp_path / "names.txt").write_text(f"{NAMES}\nnext\n", encoding="utf-8")
     words = [str(argument) for argument in ("detect", whole_run, tmp_path / "names.txt")]
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
@@ -142,7 +142,7 @@ def test_json_of_vocab_and_prepare(folder, tmp_path):
 
 
 ODD = "odd\n\x1b[2J\u202e"
-# How each command prints lines, and how many at least; `finetune` is in test_messages, `predict` prints
+# Commands that print lines, and their minimum number; `finetune` is in test_messages, `predict` prints
 # as `detect` does, `demo` and `reproduce` are slow.
 LINES = {
     "vocab": (("vocab", "text.txt", "--out", "entries/vocab.txt", "--size", 150), 2),
@@ -164,7 +164,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def odd(folder):
-    """The same in a folder whose name would control a terminal."""
+    """Runs the commands in a folder whose name has control characters."""
     odd = shutil.copytree(folder, folder.parent / ODD)
     (odd / "export").rename(odd / "model")
     (odd / "entries").mkdir()
@@ -237,7 +237,7 @@ def test_missing_configuration_of_run(folder, tmp_path):
     for options in ((), (folder / "shards", "--preset", "tiny")):
         said = fails("pretrain", *options, "--out", tmp_path / "run")
         assert f"{saved}: missing, though there are checkpoints; copy {tmp_path / 'run/checkpoints/step-3'}" in said
-    done = run("export", tmp_path / "run", "--out", tmp_path / "export")  # the checkpoint has its own
+    done = run("export", tmp_path / "run", "--out", tmp_path / "export")  # the checkpoint has a copy
     assert done.returncode == 0, done.stderr
 
 
@@ -326,7 +326,7 @@ def test_internal_error_keeps_traceback(folder, monkeypatch):
 
 
 def test_metrics_of_the_training_text_are_labeled(folder, tmp_path):
-    """Of a corpus without a validation part; not of a corpus that the run has never seen."""
+    """For a corpus without a validation set, but not for a corpus outside the run."""
     command = ("evaluate", folder / "run", folder / "shards" / "holdout", "--sequence-length", 32, "--json")
     assert run(*command).stderr == ""
     data = ("--vocab", folder / "vocab.txt", "--out", tmp_path / "shards")

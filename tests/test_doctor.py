@@ -1,4 +1,4 @@
-"""`doctor`: one screen about a machine, and exit code 1 for what is wrong."""
+"""`doctor`: one screen about a machine, and exit code 1 if it has problems."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_problems_have_remedies(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.process
 def test_kernel_table(tiny_corpus, tmp_path, monkeypatch):
-    """By the interpreter."""
+    """Uses Triton's interpreter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "available_attention", lambda *_: ["sdpa"])
     size = {"sequence_length": 8, "batch_size": 2, "vocab_size": Corpus(tiny_corpus).vocab_size}

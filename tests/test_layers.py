@@ -43,12 +43,12 @@ PACKAGE_LAYERS = [
     {"results"},
     {"errors", "messages"},
 ]
-# Who may import the Rust extension, to use it or to report its version.
+# Folders that may import the Rust extension, to use it or to report its version.
 EXTENSION_USERS = {"__init__", "cli", "config", "data", "hardware", "training"}
 KERNEL_IMPORTS = {"torch", "triton", "__future__"} | sys.stdlib_module_names
 
-# Rust: the folders of electra-data, and which other folders each may use. Modules are private to their folder,
-# so only what its `mod.rs` re-exports can be used at all.
+# Rust: the folders of electra-data, each with the folders that it may use. Modules are private to their folder,
+# so only names re-exported by its `mod.rs` are visible to others.
 CRATE_USES = {
     "store": set(),
     "format": {"store"},
@@ -57,32 +57,32 @@ CRATE_USES = {
     "prepare": {"format", "input", "store", "tokenizer"},
     "loader": {"format", "store"},
 }
-# Most lines of a folder, Python and Rust. One option in, one option out: raise a number only in a commit that says for
-# which user, and lower it when something goes. All grew by two percent when each assignment got its own line.
+# Maximum lines of a folder, Python and Rust. One option in, one option out: raise a number only in a commit that names
+# the user who needs it, and lower it when something goes.
 LINES = {
-    "python/electra_fast/cli": 1_040,  # what an installation without torch lacks; --teacher; int8
-    "python/electra_fast/config": 1_535,  # train.execution = branches, for who trains with few tokens per step
-    "python/electra_fast/data": 3_250,  # spm.model, for who continues DeBERTaV3
+    "python/electra_fast/cli": 1_040,  # messages of an installation without torch; --teacher; int8
+    "python/electra_fast/config": 1_535,  # train.execution = branches, for users with few tokens per step
+    "python/electra_fast/data": 3_250,  # spm.model, for users who continue DeBERTaV3
     "python/electra_fast/distributed": 1_210,
     "python/electra_fast/files": 550,
-    "python/electra_fast/finetuning": 14_980,  # models in ONNX, and teachers of small models: for who serves on CPUs
+    "python/electra_fast/finetuning": 14_980,  # ONNX models and teachers, for users who serve on CPUs
     "python/electra_fast/hardware": 2_085,  # the check of branches
-    "python/electra_fast/huggingface": 3_300,  # folders of DeBERTaV3, for who continues it
-    "python/electra_fast/model": 2_100,  # FlashAttention 4, for who trains `base` on Hopper or Blackwell
+    "python/electra_fast/huggingface": 3_300,  # folders of DeBERTaV3, for users who continue it
+    "python/electra_fast/model": 2_100,  # FlashAttention 4, for users who train `base` on Hopper or Blackwell
     "python/electra_fast/objectives": 1_000,
-    "python/electra_fast/ops": 2_200,  # pre-norm sublayers as nodes of autograd, branches of a graph: for GPUs
+    "python/electra_fast/ops": 2_200,  # pre-norm sublayers as autograd nodes and graph branches, for GPUs
     "python/electra_fast/optimizers": 985,
     "python/electra_fast/reproduction": 765,
     "python/electra_fast/run_report": 450,
     "python/electra_fast/training": 5_440,
-    "python/electra_fast": 42_560,  # with the files of its top level; kernels/ is a link
-    "kernels": 3_810,  # attention by blocks, for who trains rows of 512, or any on an A100, a 4090 and cards like them
+    "python/electra_fast": 42_560,  # including top-level files; kernels/ is a link
+    "kernels": 3_810,  # blocked attention, for rows of 512, and for an A100, a 4090 and similar cards
     "tests": 35_450,  # models in ONNX, the loss with a teacher written out, a server under load
-    "bench": 5_740,  # serving.py and teaching.py, for who chooses how to deploy a classifier on a CPU
+    "bench": 5_740,  # serving.py and teaching.py, for users who deploy a classifier on a CPU
     "crates": 23_500,
 }
 MAX_TOP_FILES = 13
-# Single files beside the folders, usable from all of them.
+# Top-level files, usable from all folders.
 CRATE_GROUND = {"choice", "error", "panics", "philox", "regular_file", "threads"}
 
 
@@ -115,7 +115,7 @@ def imports_of(path: Path) -> frozenset[str]:
 
 
 def own_imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports; `electra_fast.NAME` counts as `__init__` if it is not a module."""
+    """Modules of this package that a file imports; `electra_fast.NAME` means `__init__` if it is not a module."""
     modules = {dotted(file) for file in package_files()} | {"_data"}
     modules_ = set()
     for name in imports_of(path):
@@ -131,7 +131,7 @@ def layer_of(module: str) -> int:
     for height, layer in enumerate(reversed(PACKAGE_LAYERS)):
         if module.partition(".")[0] in layer:
             return height
-    pytest.fail(f"electra_fast.{module} is in no layer: give it one in {Path(__file__).name}")
+    pytest.fail(f"electra_fast.{module} is in no layer: add it to one in {Path(__file__).name}")
 
 
 @functools.cache
@@ -152,12 +152,12 @@ def crate_files() -> list[Path]:
 
 
 def crate_uses(path: Path) -> set[str]:
-    """What a Rust file names after `crate::`; braces there and longer ways up are names that no table holds."""
+    """Names after `crate::` in a Rust file; braces and longer relative paths yield names that are in no table."""
     return set(re.findall(r"(?<=\bcrate::)\w+|\bcrate::\{|\bsuper::super::", path.read_text(encoding="utf-8")))
 
 
 def module_uses(folder: str) -> dict[str, set[str]]:
-    """The modules of a folder of the crate, and which of their siblings each uses outside of tests."""
+    """The modules of a crate folder, each with the siblings that it uses outside tests."""
     uses: dict[str, set[str]] = {}
     for path in (CRATE / folder).rglob("*.rs"):
         module, *below = path.relative_to(CRATE / folder).with_suffix("").parts
@@ -204,7 +204,7 @@ def test_imports_of_kernels() -> None:
 
 
 def test_only_card_module_queries_capabilities() -> None:
-    """On ROCm they are numbers of AMD's own, which others would compare with NVIDIA's."""
+    """On ROCm, capabilities have another meaning, and code elsewhere could compare them with NVIDIA's."""
     asking = {room(path) for path in package_files() if "get_device_capability" in path.read_text(encoding="utf-8")}
     assert asking - {"kernels"} == {"card"}
 
@@ -248,7 +248,9 @@ def test_crate_is_pure_rust() -> None:
 def test_folder_within_line_budget(folder: str) -> None:
     files = [path for path in source_files() if named(path).startswith(f"{folder}/") and path.suffix != ".pyi"]
     num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    assert num_lines <= LINES[folder], f"{folder}: {num_lines} lines: what can go for what came?"
+    assert num_lines <= LINES[folder], (
+        f"{folder}: {num_lines} lines, over its budget of {LINES[folder]}: shorten or remove something"
+    )
 
 
 def test_number_of_top_level_files() -> None:
@@ -260,4 +262,4 @@ def test_files_are_small_and_well_named() -> None:
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
         assert num_lines <= MAX_LINES, f"{named(path)}: {num_lines} lines: more than one thing lives here"
         words = set(path.stem.split("_")) | set(path.parent.name.split("_"))
-        assert not words & BANNED_NAMES, f"{named(path)}: name a module after what it is"
+        assert not words & BANNED_NAMES, f"{named(path)}: name the module after its subject"

@@ -1,4 +1,4 @@
-"""Text from files and arguments does nothing to a terminal, wherever it is printed."""
+"""Text from files and arguments cannot control a terminal, wherever it is printed."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ def test_control_characters_are_escaped():
 
 
 def test_only_messages_print():
-    """So that what is printed is escaped; children print answers to their parents, and a log is a file."""
+    """All output is escaped there. Exceptions: child processes print answers to their parents, and a log is a file."""
     others = {"arguments.py", "kernel_check.py", "watchdog.py"}
     folder = Path(electra_fast.__file__).parent
     calls = [

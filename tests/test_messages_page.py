@@ -10,13 +10,13 @@ TREE = Path(__file__).resolve().parent.parent
 PAGE = (TREE / "docs/reference/messages.md").read_text(encoding="utf-8")
 MODULES = [ast.parse(path.read_text(encoding="utf-8")) for path in (TREE / "python/electra_fast").rglob("*.py")]
 MARK = re.compile(r"\b(?:warning|note): ")
-# Calls with the text of a failure or a stop, and lists of warnings.
+# Calls whose argument is the text of a failure or stop, and lists of warnings.
 FAILURES = {"Diverged", "ExecutorFailed", "Interrupted", "TrainingFailed", "_end", "_end_diverged"}
 LISTS = re.compile(r'(\["warnings"\]|\bproblems)\.append$')
 
 
 def text_of(node):
-    """The text of a string expression, with … for what varies."""
+    """The text of a string expression, with … for variable parts."""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(text_of, node.values))
     if isinstance(node, ast.BinOp):
@@ -49,7 +49,7 @@ def says_something(text):
 
 
 def reports(module):
-    """The messages that must be listed: marked as warnings or notes, from functions named so, and of failures."""
+    """The messages that must be listed: marked as warnings or notes, from functions with such names, and failures."""
     yield from (text for text in outermost(module) if MARK.search(text))
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and "warning" in node.name:

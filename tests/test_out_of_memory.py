@@ -1,4 +1,4 @@
-"""Where memory runs out: less at once where nothing is lost by it, else one line with the value to set."""
+"""Out of memory: retries with smaller batches if the result is the same, otherwise one line with the key to set."""
 
 import shutil
 
@@ -22,7 +22,7 @@ SHORT = r"out of memory \(CUDA out of memory. Tried to allocate 2.00 GiB\); "
 
 @pytest.fixture
 def limit(monkeypatch):
-    """A function after which a method runs out of memory unless its arguments pass a test; returns what did pass."""
+    """Returns a function that makes a method run out of memory unless its arguments pass a test."""
 
     def limit(owner, name, passes):
         original = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""From text to predictions as on a Mac: without Triton, and without what Python and the system have on Linux only.
+"""From text to predictions as on a Mac: without Triton and without Linux-only parts of Python and the system.
 
 Simulated by a `sitecustomize`, which every process of the test loads.
 """
@@ -13,7 +13,7 @@ from tiny_task import QUICK, write_sst2
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-# What a process runs before anything else.
+# Code that a process runs first.
 MAC = """
 import os, signal, sys, time, types
 
@@ -41,7 +41,7 @@ os.stat = lambda path, *rest, **named: refuse("open", [path]) or stat(path, *res
 """
 
 
-# Commands, one after the other in one process. Optional packages of others do not survive the simulation.
+# Commands that run in sequence in one process. Other optional packages fail in this simulation.
 PROGRAM = """
 import json, sys
 from electra_fast import cli

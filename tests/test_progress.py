@@ -21,7 +21,7 @@ RECORD = {
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
-    """Captures what is written to the console on standard error."""
+    """Captures console output on standard error."""
     shown = io.StringIO()
 
     def console(**options: object) -> Console:

@@ -1,4 +1,4 @@
-"""The reference pages of docs/ are those of this package, and name every key of a run's logs."""
+"""The reference pages of docs/ match the package and list every key of a run's logs."""
 
 import inspect
 import json

@@ -26,10 +26,15 @@ def run(*command):
 def test_sentences_are_whole_and_within_word_limit(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT * 20, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(
-        json.dumps({"text": "It is what it is. " * 100 + "\u2028"}) + "\n", encoding="utf-8"
+        json.dumps({"text": "That is all there is. " * 100 + "\u2028"}) + "\n", encoding="utf-8"
     )
     printed = run(sys.executable, RUNS / "sentences.py", 100, *sorted(tmp_path.iterdir())).splitlines()
-    sentences = ["Then Mr. Fox saw it.", '"Who goes there?" asked the old man!', "THE END OF IT", "It is what it is."]
+    sentences = [
+        "Then Mr. Fox saw it.",
+        '"Who goes there?" asked the old man!',
+        "THE END OF IT",
+        "That is all there is.",
+    ]
     assert {*printed} == {*sentences}
     assert 80 < sum(len(sentence.split()) for sentence in printed) <= 100 and printed.count(sentences[3]) > 10
 
@@ -55,13 +60,13 @@ def test_ten_million_words(tmp_path, tiny_text):
     assert "2 pairs in 2 groups" in first and "discriminator" in first
     evaluation = json.loads((tmp_path / "out/pairs/evaluation.json").read_text())
     assert evaluation["groups"].keys() == {"one", "two"}
-    assert run(*command).splitlines()[-8:] == first.splitlines()[-8:]  # a second time resumes, which changes nothing
+    assert run(*command).splitlines()[-8:] == first.splitlines()[-8:]  # the second call resumes and changes nothing
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_five_tasks(tmp_path, tiny_text):
-    """With the plan made, which is for an hour, and fine-tuning in one epoch."""
+    """With an existing plan instead of a one-hour measurement, and one epoch of fine-tuning."""
     glue = tmp_path / "glue"
     out = tmp_path / "out"
     command = tmp_path / "bin/electra-fast"

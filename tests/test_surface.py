@@ -1,4 +1,4 @@
-"""The rules of the command line and of its functions in Python (docs/reference/surface.md), held for all commands."""
+"""The rules of the command line and of its Python functions (docs/reference/surface.md), for all commands."""
 
 import inspect
 import re
@@ -14,8 +14,8 @@ from electra_fast.errors import InputError
 from electra_fast.finetuning.config import FinetuningConfig
 
 PARSER = build_parser()
-# The most usual options of transformers' run_mlm, run_glue, run_ner and run_qa, of nanochat and of torchtitan, by the
-# command in which they may be typed.
+# Common options of transformers' run_mlm, run_glue, run_ner and run_qa, of nanochat and of torchtitan, keyed by the
+# command to which a user may pass them.
 OTHER_TOOLS = {
     "pretrain": "cache_dir torch_dtype mlm_probability eval_strategy per_device_train_batch_size learning_rate "
     "per_device_eval_batch_size gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
@@ -34,7 +34,7 @@ OTHER_TOOLS = {
     "dataset_name tokenizer_name task_name max_train_samples resume_from_checkpoint push_to_hub",
     "vocab": "fname vocab_size input_sentence_size model_prefix",
 }
-# Which commands have an option of several: those where it means something, and none has it under another name.
+# Commands that have each shared option: all for which it is meaningful, under the same name.
 WORDS = {
     "data": "export",
     **dict.fromkeys(("model", "input", "corpus", "text-field", "skip-bad-records", "workers", "batches"), ""),
@@ -86,7 +86,7 @@ def answer(command, flag):
 
 
 def points_somewhere(command, said):
-    """Whether an answer names options of the command, or a command with its arguments."""
+    """Returns whether an answer suggests options of the command, or a command with its arguments."""
     if meant := re.search(r"did you mean (.*)\?", said):
         return flags_of(command).issuperset(meant[1].split(" or "))
     called = re.search(r"electra-fast (\w+) [A-Z]", said.partition(";")[2])
@@ -113,7 +113,7 @@ def test_help_shows_at_most_ten_options_and_counts_the_others(command, monkeypat
 
 
 def test_options_of_other_tools_get_suggestions():
-    """And never with what the command does not have."""
+    """Suggestions never name an option that the command does not have."""
     answered = set()
     for command in PARSER.commands:
         typed = {*OTHER_TOOLS.get(command, "").split()}
@@ -185,7 +185,7 @@ def test_arguments_in_any_order():
     assert PARSER.parse(["predict", "-", "m"]).model.name == "-"
 
 
-# Options that Python does not have: what it prints, and what it passes as a `Config` or an executor.
+# Options without a Python argument: for output, and those that Python passes as a `Config` or an executor.
 ONLY_OF_COMMANDS = {"help", "help_all", "quiet", "json", "dry_run", "preset", "recipe", "scheduler"}
 
 

@@ -47,7 +47,7 @@ def installed_files() -> set[str]:
 
 
 def is_editable() -> bool:
-    """Whether the tree itself is installed, as `maturin develop` does."""
+    """Returns whether the source tree is installed, as by `maturin develop`."""
     origin = importlib.metadata.distribution("electra-fast").read_text("direct_url.json")
     return bool(origin and json.loads(origin).get("dir_info", {}).get("editable"))
 
@@ -57,7 +57,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     inherited = (
         "PYTHONPYCACHEPREFIX",
         "PYTHONDONTWRITEBYTECODE",
-    )  # to compile what it imports takes longer than the rest
+    )  # compiling bytecode would take longer than the rest
     environment = {key: value for key, value in os.environ.items() if key in inherited or not key.startswith("PYTHON")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
@@ -139,7 +139,7 @@ def test_every_module_imports_from_anywhere_without_a_gpu() -> None:
 
 @pytest.mark.process
 def test_import_time() -> None:
-    """In one of three tries, since the machine may be busy."""
+    """Takes the best of three tries, since the machine may be busy."""
     seconds = (float(run(sys.executable, "-c", IMPORT_COST).stdout) for _ in range(3))
     assert any(duration < IMPORT_SECONDS for duration in seconds)
 
@@ -152,11 +152,11 @@ def test_command_starts() -> None:
 
 @pytest.mark.process
 def test_public_names_are_functions_after_submodule_imports():
-    """`electra_fast.pretrain` is the function even after its module is imported; the data side needs no torch."""
+    """`electra_fast.pretrain` is the function even after its module is imported; data functions need no torch."""
     program = (
         "import sys, electra_fast as ef; ef.prepare, ef.Corpus, ef.Config; assert 'torch' not in sys.modules;"
         "from electra_fast.training.pretrain import Result; import electra_fast.training.evaluate;"
-        "import electra_fast.finetuning.predict;"  # metrics and pictures need these, which take a second to import
+        "import electra_fast.finetuning.predict;"  # metrics and plots need these modules; they take a second to import
         "assert not {'matplotlib', 'scipy', 'sklearn', 'transformers'} & sys.modules.keys();"
         "assert all(callable(getattr(ef, n)) for n in ef.__all__ if n != '__version__');"
         "assert not hasattr(ef, 'nonsense')"

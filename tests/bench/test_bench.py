@@ -140,7 +140,7 @@ def test_kernel_cases_are_in_groups():
 
 
 def test_step_operators_are_counted_without_gpu():
-    """Layers without heads and embeddings: what each costs by hand, forward and backward."""
+    """Compares the operators of a layer, without heads and embeddings, with a count by hand."""
     config = shape("tiny:8", {"data.corpus": "none", "model.vocab_size": "1000", "objective.name": "mlm"})
     few, more = (step_counts.count_step(config.override({"model.num_layers": str(n)}), "short")[0] for n in (2, 4))
     added = more.launches - few.launches

@@ -1,4 +1,4 @@
-"""`bench/experiments.py`: a queue that pauses, survives kills and does each experiment once; what its list names."""
+"""`bench/experiments.py`: the queue pauses, survives kills and runs each experiment once; its listed commands exist."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ sys.exit(name == "fails")
 
 @pytest.fixture
 def queue(tmp_path):
-    """Starts the queue in a folder of its own: one experiment is done, three are left."""
+    """Starts the queue in a new folder: one experiment is finished, three are left."""
     bench = tmp_path / "bench"
     (bench / "data").mkdir(parents=True)
     shutil.copy(BENCH / "experiments.py", bench)

@@ -171,7 +171,7 @@ def test_finished_run_is_not_repeated(study, monkeypatch):
     job = recipes.Job(studies.STUDIES["sizes"][0], 2e9, 0, finetune=1)
     (score,) = again.result(job)["tasks"].values()
     assert 0 <= score <= 1 and report.columns([again.result(job)])[4] == f"{100 * score:.4f}"
-    # Both texts are those of the run; what was evaluated on another one, or on other tasks, is not found.
+    # Both texts are the run's. A result on another text, or on other tasks, does not count.
     assert again.judged_on == {name: entry["corruption"] for name, entry in corrupted.items()}
     again.judged_on = again.judged_on | {"network": "0"}
     assert again.result(job) is None
