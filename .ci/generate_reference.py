@@ -59,15 +59,15 @@ RULES_OF_THE_SURFACE = """# Rules of the interface
 Commands, configuration keys and Python follow one set of rules. Tests enforce them for every command.
 
 1. Inputs of a command are positional: text, a corpus, a run, a model, a file. `--out` is its output.
-2. An option means the same everywhere: `--text` is the column or field with the text, `--seed` is a seed and `--seeds` a
-   number of runs, `--device auto|cpu|cuda|cuda:N` and `--precision auto|fp32|fp16|bf16` select the model's device and
-   dtype.
-3. Each command is a function of `electra_fast` with its name (`import` is `import_`), the same positional arguments and
-   keyword arguments with the names of its options. It returns the command's output: `print(result)` prints its text,
-   `result.to_json()` returns the output of `--json`. Only the command line has `--json`, `--quiet`, `--help`, `--dry-run` and, where
-   Python passes a `Config`, `--preset` and `--recipe`.
-4. Flags have hyphens and keys have underscores; both spellings are accepted. Options and positional arguments may be in
-   any order. A boolean key needs no value: `--finetune.calibrate`.
+2. An option means the same everywhere: `--text` is the column or field with the text, `--seed` is a seed and
+   `--seeds` a number of runs, `--device auto|cpu|cuda|cuda:N` and `--precision auto|fp32|fp16|bf16` select the
+   model's device and dtype.
+3. Each command is a function of `electra_fast` with its name (`import` is `import_`), the same positional arguments
+   and keyword arguments with the names of its options. It returns the command's output: `print(result)` prints its
+   text, `result.to_json()` returns the output of `--json`. Only the command line has `--json`, `--quiet`, `--help`,
+   `--dry-run` and, where Python passes a `Config`, `--preset` and `--recipe`.
+4. Flags have hyphens and keys have underscores; both spellings are accepted. Options and positional arguments may be
+   in any order. A boolean key needs no value: `--finetune.calibrate`.
 5. `--help` shows at most ten options, `--help-all` every option and key.
 6. Names are never abbreviated. For a former name, another tool's name or a typing error, the command suggests the right
    name and exits with code 2.
@@ -154,8 +154,8 @@ def configuration() -> str:
         "Set them on the command line, `--steps 100k`, or in a TOML file, `pretrain --config FILE.toml`:\n",
         FILE,
         "Without its first two lines, the preset is `small` and the recipe `modern`, as in `ef.Config()`.",
-        "Numbers may have units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, requirements of the",
-        "objective, file, command line. `RUN/config.toml` has all values of a run.\n",
+        "Numbers may have units: `100k`, `1e5`, `4h`, `200GB`. Later sources win: preset and recipe, requirements of",
+        "the objective, file, command line. `RUN/config.toml` has all values of a run.\n",
         f"## Pre-training\n\n{_keys(Config())}",
         "## Presets\n\nIn the recipe `modern`; keys with one value for all presets are omitted.\n",
         _columns({name: Config.preset(name) for name in presets}),
