@@ -83,7 +83,7 @@ SMALLER = {
 SHORT = {"--steps": "12", "--batch-size": "2"}
 WRITE_OUTPUT = os.environ.get("WRITE_OUTPUT")
 # The beginnings of lines of output that depend on the text or the number of steps; they are in the package's source.
-UNCHECKED = ("the model finds replaced tokens", "content_hash", "[CLS]")
+UNCHECKED = ("the model finds replaced tokens", "content_hash", "[CLS]", "proposal  ", "  electra-fast pretrain ")
 # In a line of output, quantities with their units and predicted labels may differ. `…` is any text.
 QUANTITY = r"-?\d(?:[\d,.:]*\d)?(?:e[+-]?\d+)?(?:\s?(?:%|(?:[kMGT]i?B?|m?s|seconds?|minutes?|hours?)\b))?"
 END_OF_BLOCK = "\x1e"  # printed by python blocks that have an output
