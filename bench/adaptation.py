@@ -1,10 +1,10 @@
-"""What adapting an encoder of our own to a domain gains, by a task of that domain.
+"""Gains from adapting an encoder to a domain, measured on a task of the domain.
 
     python bench/adaptation.py TEXT... --out FOLDER [--domains packages] [--only WAY...] [--seed 1]
 
-Trains `mini` on TEXT, then adapts it by each way of `WAYS` to each of `lib/domains.py`, as `electra-fast adapt` does,
-and fine-tunes it on the domain's task with three seeds: last step, for these texts judge. One job per core at a time; a
-finished one is a line of FOLDER/results.jsonl, and the same command resumes. Prints the table.
+Trains `mini` on TEXT, adapts it to each domain of `lib/domains.py` in each way of `WAYS`, as `electra-fast adapt` does,
+and fine-tunes it on the domain's task with three seeds, up to the last step, since the validation texts are the score.
+Runs one job per core. A finished job is a line of FOLDER/results.jsonl; the same command resumes. Prints the table.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from electra_fast.hardware.flops import flops_per_token
 from electra_fast.messages import quietly
 
 STEPS = 600
-"""Steps of masked language modeling that have the FLOPs of the other ways too, where they are not adapt's own."""
+"""Steps of masked language modeling with the same FLOPs as the other ways, if they differ from adapt's choice."""
 RATES = ("optimizer.learning_rate", "optimizer.muon_learning_rate")
 TASK = {"finetune.sequence_length": 64, "finetune.select": "last", "finetune.evals_per_epoch": 0}
-# The text, the objective, and the share of the rates that the encoder was trained with. Without a text, nothing trains;
-# without an objective, `adapt` chooses.
+# The text, the objective, and the fraction of the encoder's original learning rates. Without a text, nothing is
+# trained; without an objective, `adapt` chooses.
 WAYS: dict[str, tuple[str, str, float]] = {
     "as it is": ("", "", 0),
     "adapt": ("text", "", 0),
@@ -57,7 +57,7 @@ def make_base(texts: list[str], out: Path) -> Path:
 
 
 def do(name: str, domain: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains and judges; returns the line of the results."""
+    """Adapts and evaluates; returns the line of the results."""
     text, objective, share = WAYS[name]
     base = options.out / "mini"
     folder = options.out / domain / f"{name}-{options.seed}".replace(" ", "-")
@@ -83,7 +83,7 @@ def do(name: str, domain: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A row per way, a column per domain: the median of all fine-tunings, and their values by seed."""
+    """A row per way and a column per domain: the median over all fine-tunings, and their values per seed."""
     columns = list(dict.fromkeys(line["domain"] for line in lines))
     rows = []
     for way in WAYS:
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
         running = [pool.submit(do, *job, options) for job in jobs]
         for finished in as_completed(running):
             if error := finished.exception():
-                print(f"a run failed, and the others go on: {error}", flush=True)
+                print(f"a run failed, and the others continue: {error}", flush=True)
                 continue
             lines.append(finished.result())
             with results.open("a") as file:

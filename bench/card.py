@@ -2,7 +2,7 @@
 
     python bench/card.py [--device cpu]
 
-All other results are judged against these two: an H100 copies 3.0 TB/s, an H200 4.3, with equal matmul
+All other results are read against these two numbers: an H100 copies 3.0 TB/s, an H200 4.3, with equal matmul
 throughput. Reads the card's clocks and changes no settings.
 """
 
@@ -28,7 +28,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Bandwidth of a copy on the device, counting bytes read and written."""
+    """Bandwidth of a copy on the device, in bytes read and written."""
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     source.random_()
     return 2 * num_bytes / seconds(lambda: target.copy_(source), device)

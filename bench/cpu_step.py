@@ -4,17 +4,17 @@
                              [--against FOLDER] [--seconds 60] [--section.key value ...]
                              [--results FILE] [--quick]
 
-Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are those of
+Prints a line per contender and a table per shape and recipe. The step, the corpus and the peers are the same as in
 `pretrain_throughput.py`, in fp32 (`--train.precision bf16` changes all contenders) or bf16, with the preset's own rows
 and sequence length; the peers exist for recipe `google` and, without a mask, for `deberta`. Downloads nothing.
 
-A shared machine's speed changes by half from one minute to the next. So every contender is a process of its own
-(`lib/cpu_worker.py`), and after their warm-up, which includes compilation, they take their steps in turn for many
-rounds. Compare the median of the ratio to our eager step in the same round. "CPU ms" is what all threads and processes
-of a step computed, which changes least when other processes use the cores.
+The speed of a shared machine changes by half from one minute to the next. Every contender is therefore a separate
+process (`lib/cpu_worker.py`); after a warm-up that includes compilation, the contenders take turns for many rounds.
+Compare the median of the ratio to our eager step in the same round. "CPU ms" is the CPU time of all threads and
+processes of a step; it changes least when other processes use the cores.
 
-`--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`, to which the ratios then
-are. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all if it is not set.
+`--against FOLDER` adds the eager step of the version whose package is `FOLDER/electra_fast/`; ratios are then relative
+to it. Threads: all cores, or OMP_NUM_THREADS. OMP_WAIT_POLICY is PASSIVE for all contenders unless it is set.
 """
 
 import argparse
@@ -41,21 +41,21 @@ RECIPE_NAMES = ["google", "modern"]
 SMALL_VOCABULARY = {"tiny": 1024}  # entries, as in the demo
 BEFORE = "electra-fast before, eager"
 SECONDS = 60.0
-TURN = 0.5  # seconds that a contender runs before the next one does, or one step
+TURN = 0.5  # seconds per turn of a contender, or one step
 LEAST_ROUNDS = 3
 HEADER = ["step", "tokens/s", "best", "ratio", "step ms", "CPU ms", "steps", "mean loss", "peak GiB", "warm-up s"]
 
 
 def names_of(config: ef.Config, words: list[str], with_before: bool) -> list[str]:
-    """The contenders with one of the words in their names, and the version before."""
-    # DebertaV2Model takes no block mask.
+    """The contenders with one of the words in their names, and the earlier version."""
+    # DebertaV2Model does not support block masks.
     kinds = {"bert": ("electra-fast", "transformers"), "deberta": ("electra-fast", "transformers, eager, no mask")}
     names = [name for name in CONTENDERS if name.startswith(kinds.get(config.model.architecture, "electra-fast"))]
     return [BEFORE] * with_before + [name for name in names if any(word in name for word in words)]
 
 
 class Field:
-    """The contenders of a shape; one that fails leaves with its reason in `failures`."""
+    """The contenders of a shape; a failing contender is removed, with its reason in `failures`."""
 
     def __init__(self) -> None:
         self.contenders: dict[str, Worker] = {}
@@ -81,7 +81,7 @@ class Field:
                 print(f"{name} does not have the keys {', '.join(worker.unknown)}", flush=True)
 
     def compete(self, seconds: float) -> None:
-        """Rounds in which each takes its turn, in this order and its reverse, so that a drift favours none."""
+        """Runs rounds in which each contender has a turn, in this order and in reverse, so that drift favors none."""
         end = time.monotonic() + seconds
         for number in count():
             if number >= LEAST_ROUNDS and time.monotonic() > end:
@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES)
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
     parser.add_argument("--against", type=Path, help="folder that contains another version's `electra_fast`")
-    parser.add_argument("--seconds", type=float, help="of counted steps per shape; at least three rounds are made")
+    parser.add_argument("--seconds", type=float, help="seconds of counted steps per shape; at least three rounds")
     options = parse_arguments(parser, with_overrides=True, for_cpu=True)
     options.shapes = options.shapes or (SHAPES[:1] if options.quick else SHAPES)
     options.recipes = options.recipes or RECIPE_NAMES[: 1 if options.quick else None]

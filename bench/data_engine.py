@@ -4,11 +4,11 @@
     pip install tokenizers transformers datasets mosaicml-streaming litdata nanotoken   # the peers
 
 Everything runs on one pinned core with a warm page cache. The contenders take turns within each run; each run of a
-loader is a process of its own, and each run tokenizes text that none of the contenders has seen. Ids are compared with
+loader is a separate process, and each run tokenizes text that is new to all contenders. Ids are compared with
 Hugging Face's before anything is timed. Rows are 128 tokens, batches 65,536 tokens, shuffled. Peers read pre-cut rows
 and apply Hugging Face's `DataCollatorForLanguageModeling` (*vectorized*: its masking applied to the whole batch, which
-is faster but unusual), while ours packs documents on the fly. For a peer that is not installed or fails, the table says
-why. CPU time is fairer on a busy machine. Without --text the text is synthetic.
+is faster but unusual), while ours packs documents on the fly. The table has the reason for a peer that is not installed
+or fails. CPU time is fairer on a busy machine. Without --text the text is synthetic.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a loader run")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--loader", help="measure one, print JSON")
-    parser.add_argument("--folder", type=Path, help="of --loader")
+    parser.add_argument("--folder", type=Path, help="its corpus")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
     torch.set_num_threads(1)
@@ -91,14 +91,14 @@ def tokenize(vocab: Path, parts: list[list[str]]) -> Results:
 
 
 def opened(openers: dict[str, Callable[..., Any]], *arguments: Any) -> tuple[dict[str, Any], Results]:
-    """The contenders that could be opened, and a result for each, with the reason for those that could not."""
+    """The contenders that opened, and a result for every contender, with the reason if it did not open."""
     ways: dict[str, Any] = {}
     results: Results = {}
     for name, opener in openers.items():
         results[name] = {"Mtok/s": [], "Mtok/cpu-s": []}
         try:
             ways[name] = opener(*arguments)
-        except Exception as error:  # peers may fail in any way; the table says why
+        except Exception as error:  # peers may fail in any way; the table has the reason
             if name.startswith("electra-fast"):
                 raise
             results[name]["missing"] = reason(error)
@@ -150,7 +150,7 @@ def nano_encode(vocab: Path) -> Any:
 
 
 def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Results:
-    """Rates of all loaders, each in a process of its own, so that threads are charged to the right one."""
+    """Speeds of all loaders, each in a separate process, so that its CPU time includes only its threads."""
     electra_fast.prepare([text], vocab=vocab, cased=False, out=folder / "shards", progress=False)
     np.save(folder / "rows.npy", rows_of(electra_fast.Corpus(folder / "shards")))
     results: Results = {name: {"Mtok/s": [], "Mtok/cpu-s": []} for name in loaders(vocab, folder)}
@@ -161,7 +161,7 @@ def load(vocab: Path, text: Path, folder: Path, runs: int, seconds: float) -> Re
             arguments = ["--loader", name, "--vocab", str(vocab), "--folder", str(folder), "--seconds", str(seconds)]
             try:
                 result = measured_by_child(__file__, arguments, name)
-            except SystemExit as error:  # peers may fail in any way; the table says why
+            except SystemExit as error:  # peers may fail in any way; the table has the reason
                 if name.startswith("electra-fast"):
                     raise
                 results[name]["missing"] = str(error).splitlines()[-1][:100]

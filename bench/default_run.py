@@ -1,11 +1,11 @@
-"""A run of `pretrain` with its defaults, against the same run by all kernels, and killed and resumed.
+"""A run of `pretrain` with its defaults, compared with the same run with all kernels, and killed and resumed.
 
     python bench/default_run.py [--preset small] [--steps 1500] [--device cpu --quick]
 
-Trains three times on a synthetic corpus, each time by the command line of a user: with kernels, attention and execution
-chosen by the run's check on this GPU, from a cold cache; killed (SIGKILL) half way and resumed; and with all kernels
-unchecked (`--train.kernels triton`). Losses of the first two must be equal, and the median steps of the first and the
-last agree within 3 %: what the check chooses is never slower. Without a GPU, only shows that the runs work.
+Trains three times on a synthetic corpus, each time with a user's command line: with kernels, attention and execution
+chosen by the run's check on this GPU, from a cold cache; killed (SIGKILL) half-way and resumed; and with all kernels
+unchecked (`--train.kernels triton`). The losses of the first two must be equal, and the median steps of the first and
+the last must agree within 3 %: the choices of the check are never slower. Without a GPU, only shows that the runs work.
 """
 
 import argparse
@@ -28,7 +28,7 @@ LOG_EVERY = 20
 
 
 class Run:
-    """A run in a folder of its own, with a cache of checked kernels that is the folder's."""
+    """A run in a separate folder, with a cache of checked kernels in it."""
 
     def __init__(self, folder: Path, preset: str, corpus: Path, steps: int, kernels: str) -> None:
         log_every = LOG_EVERY if steps > LOG_EVERY else 2
@@ -41,7 +41,7 @@ class Run:
         self._log_every = log_every
 
     def train(self, kill_at: int = 0) -> list[dict[str, Any]]:
-        """Trains to the end, and returns the lines of its metrics; or until it has logged a step, and kills it."""
+        """Trains to the end and returns the lines of its metrics, or kills the run after it has logged a step."""
         process = subprocess.Popen(self._command, env=self._environment)
         while process.poll() is None:
             time.sleep(0.02)

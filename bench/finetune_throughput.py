@@ -1,10 +1,10 @@
-"""Fine-tuning and vectors of texts, compared with `transformers`' Trainer and sentence-transformers.
+"""Fine-tuning and text embeddings, compared with `transformers`' Trainer and sentence-transformers.
 
     python bench/finetune_throughput.py [--data GLUE] [--tasks cola sst2] [--model FOLDER] [--rounds 3]
 
 The same encoder, head, examples, batch size, learning rate and dropout for all. Without `--model` the encoder is a
 random one of the preset `mini`. The Trainer pads every example to 128 tokens (as `run_glue.py` does by default), to the
-longest of its batch, or that with examples of similar lengths in a batch. Each contender has a process of its own; the
+longest of its batch, or to the longest of a batch of similar lengths. Each contender has a separate process; the
 ratios of a round are compared, since a shared machine drifts. Needs accelerate and sentence-transformers.
 """
 
@@ -57,7 +57,7 @@ def make_encoder(folder: Path, vocab: Path, recipe: str, preset: str) -> None:
 
 
 def make_data(folder: Path, words: int = 8_192) -> None:
-    """Tasks and a vocabulary of made-up words, with sentences as long as those of CoLA and SST-2."""
+    """Tasks and a vocabulary of made-up words, with sentences as long as in CoLA and SST-2."""
     names = [f"w{i}" for i in range(words - 5)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *names]) + "\n")
@@ -72,7 +72,7 @@ def make_data(folder: Path, words: int = 8_192) -> None:
 
 
 def make_inputs(options: argparse.Namespace) -> Path:
-    """Sets the options `vocab` and `model` that are missing to made-up ones; returns the folder of made-up data."""
+    """Sets missing options `vocab` and `model` to synthetic ones; returns the folder of synthetic data."""
     made = options.cache / "finetune" / "made-up"
     make_data(made)
     options.vocab = options.vocab or made / "vocab.txt"
@@ -101,7 +101,7 @@ def write_model(
     head_dropout: float = 0.0,
     **settings: Any,
 ) -> None:
-    """The folder of a model with this encoder and a random head, unless it is there."""
+    """The folder of a model with this encoder and a random head, made if it is missing."""
     if (folder / "config.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def train_theirs(job: Job, folder: Path, steps: int, padding: str, sampling: str
         rows = [row | {"labels": y} for row, y in zip(rows_of(job, job.examples), targets, strict=True)]
         trainer = Trainer(model, arguments, collate_and_count, rows, callbacks=[Clock()])
         trainer.train()
-        return timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may have been collated already
+        return timed_steps(ends, sum(tokens[: len(ends)]))  # the next batch may already have been collated
 
 
 def rows_of(job: Job, examples: EncodedExamples) -> Iterator[dict[str, Any]]:
@@ -247,7 +247,7 @@ def child(options: argparse.Namespace, task: str, contender: str) -> dict[str, f
 
 
 def compare(options: argparse.Namespace, results: Results, task: str, contenders: list[str], label: str) -> None:
-    """Rounds of all contenders, and a line for each with the median of its ratios to ours.
+    """Runs rounds of all contenders, and prints a line for each with the median of its ratios to ours.
 
     Times are per token of text, since the batches of a few steps are not equally long: sampling by length begins with
     the longest.

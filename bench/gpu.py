@@ -3,9 +3,9 @@
     python bench/gpu.py A1|A2|A3|B1|B2|peers [--out FOLDER] [--minutes 9.5] [--device cpu --quick]
     python bench/gpu.py A2 --texts FILE... --glue FOLDER --pairs FILE [--run FOLDER]
 
-A1: the default path. A2, then A3 with the same arguments: a run that a user would make, and its scores. B1: `small`,
-and kernels by themselves. B2: `base` and `large`. peers: `small` beside `transformers`, and all tests. What to do with
-them is in `bench/README.md`. Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
+A1: the default path. A2, then A3 with the same arguments: a typical user's run, and its scores. B1: `small`, and single
+kernels. B2: `base` and `large`. peers: `small` compared with `transformers`, and all tests. `bench/README.md` describes
+the use of the results. Shapes are `preset:rows[:recipe[:dropout]]`, by default as in `pretrain`.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from pathlib import Path
 from lib.groups import BENCH, CACHE, Group, detect_device, run, stop_with_summary
 
 TREE = BENCH.parent
-# A step by all kernels, unchecked; and beside it as `pretrain` takes it, after its check of up to a minute.
+# A step with all kernels, unchecked, and a step as in `pretrain`, after its check of up to a minute.
 STEP = ("pretrain_throughput.py", "--only", "electra-fast, graph", "--shapes")
 BOTH = ("pretrain_throughput.py", "--only", "electra-fast, as pretrain", "electra-fast, graph", "--shapes")
 PROFILE = ("profile_step.py", "--top", "30", "--train.kernels", "triton", "--shape")
-# Operations of `lib/kernel_cases.py` by words in their names, the most expensive in a step first.
+# Operations of `lib/kernel_cases.py`, selected by words in their names, the most expensive in a step first.
 KERNELS = ("attention", "feed_forward", "norm", "generator_head", "gelu geglu")
 KERNELS += (
     "logits discriminator_loss",
@@ -30,7 +30,7 @@ KERNELS += (
 PYTEST = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-c", str(TREE / "pyproject.toml"))
 TESTS = ("model/test_attention.py", "training/test_step.py", "training/test_checkpoint_writer.py")
 TESTS += ("finetuning/test_finetuning.py", "training/test_resume.py", "kernels")
-# The run of A2 and A3: 0.82 G tokens.
+# The run of A2 and A3: 0.82 B tokens.
 STEPS = 50_000
 VOCABULARY = 30_522
 
@@ -52,7 +52,7 @@ def step(shape: str, seconds: float, *keys: str, command: tuple[str, ...] = STEP
 
 
 def attention(shape: str, expected: dict[str, str], seconds: float = 45) -> list[Group]:
-    """By backend."""
+    """Steps with each attention backend."""
     return [step(shape, seconds, "--model.attention", name, expected=outcome) for name, outcome in expected.items()]
 
 
@@ -87,7 +87,7 @@ NUMERICS = (
 
 
 def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
-    """The groups by command, in the order in which they matter."""
+    """The groups of each command, the most important first."""
     if options.quick:
         return {
             "A1": [CARD, Group("default run", ("default_run.py",), 150), doctor("tiny", "google")],
@@ -104,7 +104,7 @@ def stages(options: argparse.Namespace) -> dict[str, list[Group]]:
                 contender("tiny:8:google:0", "electra-fast, graph", 60),
                 contender("tiny:8:google:0", "transformers, eager, block mask", 60),
                 contender("tiny:8:google:0", "transformers, compiled, no mask", 120),
-                tests(TESTS[:2], "not ahead_of_time", 2, 240),  # the kernels' take minutes in the interpreter
+                tests(TESTS[:2], "not ahead_of_time", 2, 240),  # kernel tests take minutes in the interpreter
             ],
         }
     google = "small:1024:google:0"
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("command", choices=["A1", "A2", "A3", "B1", "B2", "peers"])
     parser.add_argument("--out", type=Path, help="folder for the three result files; default: gpu-COMMAND")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for corpora and compiled kernels")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for all groups together")
+    parser.add_argument("--minutes", type=float, default=9.5, help="limit for all groups together")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     parser.add_argument("--quick", action="store_true", help="tiny shapes; always on for a CPU")
     parser.add_argument("--texts", type=Path, nargs="+", default=[], help="of A2 and A3: texts to train on")

@@ -1,4 +1,4 @@
-"""Each operation that has a kernel, by its kernels, by eager PyTorch and by torch.compile.
+"""Each operation with a kernel, run with its kernels, in eager PyTorch and with torch.compile.
 
     python bench/kernels.py [--results FILE] [--only WORD ...] [--quick] [--device cpu]
 
@@ -6,9 +6,9 @@ Prints a line per implementation as soon as it is measured: median and 5th to 95
 forward and backward together, peak memory allocated, TFLOP/s of the products, and GB/s of the least traffic: arguments
 and outputs once per pass, and gradients. If one of our kernels fails, the exit code is 1.
 
-Each implementation is captured into a CUDA graph and replayed, as in the training step, so that the device's work is
-timed and not Python's. The L2 cache is flushed before each call. Without a GPU only the references are rehearsed, on
-the sizes of the tests, whose times mean nothing.
+Each implementation is captured into a CUDA graph and replayed, as in the training step, so that Python is not timed.
+The L2 cache is flushed before each call. Without a GPU only the references run, on the small sizes of the tests; these
+times are meaningless.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def contenders(call: Call, device: torch.device) -> Iterator[tuple[str, Callable
 
 
 def least_work(call: Call) -> tuple[int, int]:
-    """FLOPs of the products, and bytes that have to be read or written."""
+    """FLOPs of the products, and bytes that must be read or written."""
 
     def size(inputs: list[torch.Tensor]) -> int:
         return sum(x.numel() * x.element_size() for x in inputs)
@@ -70,8 +70,8 @@ def result(name: str, call: Call, run: Callable[[], None], device: torch.device,
     try:
         allocated = peak_gib(run) if is_cuda else None
         times = milliseconds(run, device, repeats)
-    except Exception as error:  # of any kind; only our own fails the run
-        is_wrong = name.startswith(OURS) and not isinstance(error, torch.OutOfMemoryError)  # of a smaller card
+    except Exception as error:  # peers may fail in any way; only our failures fail the run
+        is_wrong = name.startswith(OURS) and not isinstance(error, torch.OutOfMemoryError)  # on a smaller card
         return {"contender": name, "error": reason(error), "ok": not is_wrong}
     low, *_, high = statistics.quantiles(times, n=20, method="inclusive")
     measured = {"contender": name, "ms": statistics.median(times), "ms_p5": low, "ms_p95": high}

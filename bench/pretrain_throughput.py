@@ -3,16 +3,16 @@
     python bench/pretrain_throughput.py [--shapes small:128 base:128:google:0] [--only WORD ...]
                                         [--section.key value ...] [--results FILE] [--device cpu] [--quick]
 
-Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (true FLOPs over the
+Prints a line per contender and a table per shape: tokens per second (padding excluded), MFU (exact FLOP/s over the
 device's dense bf16 peak), peak memory, and a step's time. Without a GPU (`--device cpu --quick`) it is a dry run.
 
-Ours runs as `pretrain` would, with kernels, attention and execution chosen by the check of a run on this
-GPU, and beside it by all kernels. Peers join in recipe `google` without dropout (`small:128:google:0`; its
+Ours runs as `pretrain` would, with kernels, attention and execution chosen by a run's check on this GPU,
+and also with all kernels. Peers join in recipe `google` without dropout (`small:128:google:0`; its
 own is 0.1), and train the same step (generator, sampling, discriminator, AdamW, clipping; bf16; tied
 embeddings) on the same stream of batches from our loader, whose time counts for all. One contender is on
 the device at a time; ours runs first and last, which shows how much the machine drifts. Rows are packed
 with several documents, so peers waste nothing on padding; their models get either
-* "block mask": a [B, 1, L, L] mask, so that they compute what we compute;
+* "block mask": a [B, 1, L, L] mask, so that they compute the same as ours;
 * "no mask": whole rows, as `run_mlm.py` cuts text. This attends across documents, a different
   and easier task, but is how these models run fastest.
 Peers also get the vocabulary head at masked positions only (their own forward pass computes all
@@ -52,7 +52,7 @@ def contender(build: Callable[..., Runner], dry: Mapping[str, Any], **options: A
     return lambda config, device: build(config, device, **(options if device.type == "cuda" else {**options, **dry}))
 
 
-# A dry run has no graphs, and compiling C++ would take minutes: of peers only tracing is exercised.
+# A dry run has no graphs, and compiling C++ would take minutes, so peers are only traced.
 NOT_COMPILED = {"execution": "eager"}
 ONLY_TRACED = {"compile_with": {"backend": "eager"}}
 
@@ -118,7 +118,7 @@ HEADER = ["step", "tokens/s", "MFU", "peak GiB", "step ms (p5 to p95)", "mean lo
 
 
 def chosen(words: list[str], config: ef.Config) -> list[str]:
-    """The contenders with one of the words in their names, peers where they can; ours again at the end."""
+    """The contenders with one of the words in their names, peers if they support the shape; ours again at the end."""
     has_peers = config.model.architecture == "bert" and not config.model.dropout
     names = [name for name in CONTENDERS if has_peers or name.startswith("electra-fast")]
     names = [name for name in names if any(word in name for word in words)]
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name has one of these words")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of timed steps per contender")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds of timed steps per contender")
     options = parse_arguments(parser, with_overrides=True)
     overrides = options.overrides
     results = Results(options.results, options.device)

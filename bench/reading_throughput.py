@@ -1,10 +1,10 @@
-"""Question answering and tagging of text compared with the pipelines of `transformers`, on the same model.
+"""Question answering and tagging, compared with the pipelines of `transformers` on the same model.
 
     python bench/reading_throughput.py [--model RUN] [--squad dev-v1.1.json] [--questions 500] [--rounds 3]
 
 From text to answers: questions about contexts, and entities in their sentences. The model has a random head; without
-`--model` its encoder is a random one of the preset `mini`, without `--squad` the text is of made-up words. Pipelines
-take batches of 1 and of 32; that for question answering needs `pip install "transformers<5"`. Rounds alternate.
+`--model` its encoder is a random one of the preset `mini`, without `--squad` the text has made-up words. Pipelines
+use batches of 1 and of 32; question answering needs `pip install "transformers<5"`. Rounds alternate.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def make_model(options: argparse.Namespace, kind: str) -> Path:
 
 
 def questions(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Pairs of question and context; made-up ones are as long as those of SQuAD, five per context."""
+    """Pairs of question and context; made-up pairs are as long as SQuAD's, five per context."""
     if options.squad:
         question_pairs = [(question, context) for _, question, context in iterate_questions(options.squad)]
         return question_pairs[: options.questions]
@@ -72,7 +72,7 @@ def runner(folder: Path, kind: str, contender: str) -> Callable[[list[Any]], Any
     if kind == "tagging":
         tag = pipeline("token-classification", str(folder), aggregation_strategy="first", batch_size=batch_size)
         return lambda texts: tag(texts)
-    read: Any = pipeline("question-answering", str(folder))  # type: ignore[call-overload]  # gone from version 5
+    read: Any = pipeline("question-answering", str(folder))  # type: ignore[call-overload]  # removed in version 5
     return lambda pairs: read([{"question": q, "context": c} for q, c in pairs], batch_size=batch_size)
 
 

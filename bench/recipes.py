@@ -4,17 +4,17 @@
                             [--seeds N] [--glue FOLDER] [--precision fp32]
     python bench/recipes.py TEXTS... --out FOLDER --glue FOLDER --hour
 
-The texts become a corpus with the scale's own vocabulary. Each run is a process of its own with one thread, and one
-runs per core. It trains on a budget of true FLOPs (Muon's orthogonalization included) with its own schedule, and is
-evaluated on validation text corrupted by two fixed corruptors: the unigram distribution, and a masked language model
-that is no contender. `data/ruler-mini.npz` has the vocabulary of the log's runs and the tokens that this model put
-into their text, because another processor would train it differently; for other texts it is trained first. Each
-finished run is a line of `data/recipes.jsonl`, where later calls find the runs evaluated on the same text. A run that
-was stopped resumes from its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
+The texts become a corpus with the scale's vocabulary. Each run is a separate process with one thread, and each core
+runs one. A run trains on a budget of exact FLOPs (including Muon's orthogonalization) with its schedule, and is
+evaluated on validation text corrupted in two fixed ways: by the unigram distribution, and by a masked language model
+that is not a contender. `data/ruler-mini.npz` has the vocabulary of the log's runs and this model's tokens in their
+text, because another processor would train it differently; for other texts it is trained first. Each finished run is a
+line of `data/recipes.jsonl`; later calls reuse the runs with the same evaluation text. An interrupted run resumes from
+its checkpoint in FOLDER. With `--glue`, runs with larger budgets are fine-tuned.
 
 A study (`lib/recipe_studies.py`) runs its settings with every seed and budget, one budget after the other, and prints a
-table. `modern` is run as it is shipped: its learning rates follow from the number of steps by a rule found with as many
-trials as the baselines had (LOG.md). `--hour` trains for an hour of all cores beside `transformers`.
+table. `modern` uses its defaults: its rule of learning rates was fitted with as many trials as each baseline had
+(LOG.md). `--hour` trains on all cores for an hour and compares with `transformers`.
 """
 
 import argparse
@@ -106,7 +106,7 @@ class Study:
         self.lines: dict[str, dict[str, Any]] = {_name(record["run"]): record for record in map(json.loads, lines)}
 
     def prepare(self, texts: Sequence[str]) -> None:
-        """Makes vocabulary and corpus; trains the corruptor unless the text is that of the log."""
+        """Makes vocabulary and corpus and, for texts other than the log's, trains the evaluation's language model."""
         vocab = self.out / "vocab.txt"
         if not vocab.exists() and self._ruler.exists():
             replace_file(vocab, np.load(self._ruler)["vocab"].tobytes())
@@ -137,7 +137,7 @@ class Study:
         if setting.tokens_per_second:
             steps = round(3600 * job.hours * setting.tokens_per_second / tokens)
         else:
-            # As the finished runs' budgets were counted, in which last layers computed all tokens.
+            # As in the budgets of the finished runs, when the last layers computed all tokens.
             per_token = flops_per_token(config, of_all_tokens=True).total
             steps = round(job.budget / (tokens * per_token + update_flops(config)))
         every = {"steps": max(1, steps), "log_every": max(1, steps // 50), "checkpoint_every": max(1, steps // 20)}
@@ -249,7 +249,7 @@ class Study:
             sys.exit(f"{sum(outcomes)} of {len(waiting)} runs are finished; run again to resume")
 
     def _run(self, job: Job, threads: int) -> bool:
-        """Does one run in a process of its own; returns False if it failed."""
+        """Executes one run in a separate process; returns False if it failed."""
         identity = self.identity(job)
         config, num_steps = self.config(job)
         folder = self.out / "runs" / _digest(identity)
@@ -349,7 +349,9 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="mini")
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--study", choices=STUDIES)
-    work.add_argument("--hour", action="store_true", help="of all cores, beside `transformers`")
+    work.add_argument(
+        "--hour", action="store_true", help="train for an hour on all cores, compared with `transformers`"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="settings of the study")
     parser.add_argument("--tflop", type=float, nargs="*", default=[], help="of each run of the study")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)

@@ -93,7 +93,7 @@ def store(packing: str, nodes: int, lanes: int) -> list[str]:
         return documents + PAGE / 2 + 8 * (body + documents) / PAGE
 
     # With several lanes blocks begin and end with pages; with one, both edges lie inside a page. A lane reads stretches
-    # of four shards, whose tables stay in the cache, and an arc of shards, of which it has parts of two others.
+    # of four shards, whose tables stay in the cache, and an arc of shards with parts of two more.
     edges = PAGE if lanes == 1 else 0
     share = min(1, max(1 / nodes, 1 / lanes))
     blocks = [2 * BLOCK + edges]

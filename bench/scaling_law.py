@@ -2,10 +2,10 @@
 
     python bench/scaling_law.py [--draws 200] [--picture]
 
-The measure is 1 - AUC on validation text that a fixed masked language model corrupted. The runs are those of recipe
-`modern` at scale `mini`, of any shape, batch and amount of text, that left the plateau where a discriminator knows
-token frequencies only. Prints the constants of `electra_fast.training.forecast` with 90 % intervals by draws of the
-points, each point beside its prediction by a fit without it, and what to expect of shapes by FLOPs.
+The measure is 1 - AUC on validation text corrupted by a fixed masked language model. The runs have the recipe `modern`
+at scale `mini` with any shape, batch and amount of text, and left the plateau on which a discriminator knows only token
+frequencies. Prints the constants of `electra_fast.training.forecast` with 90 % intervals from bootstrap samples, each
+point with its prediction from a fit without it, and the predicted errors of shapes for budgets of FLOPs.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def _residual(law: ScalingLaw, point: Point) -> float:
 
 
 def intervals(known: Sequence[Point], draws: int, measure: Callable[[ScalingLaw], Sequence[float]]) -> np.ndarray:
-    """The 5th and 95th percentiles of what follows from the law, by draws of the points of fresh text."""
+    """The 5th and 95th percentiles of a quantity of the law, over bootstrap samples of the points with fresh text."""
     random_ = random.Random(0)
     fresh, repeated = ([point for point in known if (point.epochs > 1) == is_repeated] for is_repeated in (False, True))
     estimates = [measure(fit(random_.choices(fresh, k=len(fresh)) + repeated)) for _ in range(draws)]
@@ -185,7 +185,7 @@ def tasks() -> dict[str, dict[float, list[float]]]:
 
 
 def shapes_by_budget(law: ScalingLaw) -> Iterator[list[str]]:
-    """Yields what the law expects of each shape with a budget, and the tokens that it reads."""
+    """Yields the law's prediction for each shape with a budget, and the tokens that it reads."""
     costs = [flops_per_token(size) for size in SHAPES]
     weights = [layer_weights(_config(size.keys).model) for size in SHAPES]
     for budget in BUDGETS:

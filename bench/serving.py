@@ -1,11 +1,11 @@
-"""A classifier on a CPU, from raw text to label: ours by torch and onnxruntime, and by `transformers` and optimum.
+"""A classifier on a CPU, from raw text to label: ours in torch and onnxruntime, `transformers` and optimum.
 
     python bench/serving.py [--models NAME=FOLDER...] [--data GLUE] [--optimum-python PYTHON] [--rounds 3]
 
 Each contender is a process (`lib/serving_worker.py`) on one thread, then on two. They take turns, so that only one
-computes at a time, and the median of the rounds counts. Short texts have about 16 tokens, long ones 128 to 200.
-Start-up is from the start of Python to the first answer, memory what is resident then, `labels` how many are those of
-the first row. optimum needs an environment of its own: `uv venv optimum`, then `uv pip install --python
+computes at a time; results are medians over rounds. Short texts have about 16 tokens, long ones 128 to 200. Start-up
+is the time from the start of Python to the first answer, memory the resident memory then, `labels` the number of labels
+equal to the first row's. optimum needs a separate environment: `uv venv optimum`, then `uv pip install --python
 optimum/bin/python "optimum-onnx[onnxruntime]"`. Prints tables in Markdown. Exports are kept in `--cache`.
 """
 
@@ -53,7 +53,7 @@ Cell = tuple[str, int]
 
 @dataclass
 class Worker:
-    """A running contender, and what was measured of it; `times` has seconds per batch by cell and round."""
+    """A running contender and its measurements; `times` has seconds per batch, keyed by cell, for each round."""
 
     process: subprocess.Popen[str]
     start_up: float
@@ -92,7 +92,7 @@ def batches_of(texts: list[str], size: int) -> list[list[str]]:
 
 
 def write_labeled(path: Path, data: TaskData) -> None:
-    """Validation examples, on which the export judges int8."""
+    """Validation examples for the export's comparison of int8."""
     split = data.dev[0]
     rows = ({"text": text, "label": data.task.labels[y]} for (text, *_), y in zip(split.texts, split.gold, strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def measure_in_turns(
 
 
 def add_table(results: Results, model: str, threads: int, cells: Iterable[Cell], workers: dict[str, Worker]) -> None:
-    """Adds a row for each contender, and how our contenders compare with theirs."""
+    """Adds a row for each contender, and the ratios of our contenders to the others."""
     header = [
         f"{model}, threads: {threads}",
         *(f"{kind} x {size}" for kind, size in cells),

@@ -2,11 +2,11 @@
 
     python bench/step_counts.py [--shapes small:128 small:1024:google:0] [--attention NAME] [--top 12] [--results FILE]
 
-Passes tensors without data forward and backward through the operators of a step by all kernels, and through the update.
-Each operator that computes counts as a launch, some of torch's as several. Least time is the sum over operators of the
-longer of bytes read and written at `BANDWIDTH` and FLOPs of products at `TFLOPS`, both as measured on an H200. A step
-takes longer: no operator reaches both, small ones do not fill a GPU, and libraries may launch more. What a change adds
-or saves is the same on any card.
+Passes tensors without data forward and backward through the operators of a step with all kernels, and through the
+update. Each operator that computes counts as one launch, some of torch's as several. The least time is the sum over
+operators of the longer of two times: bytes read and written at `BANDWIDTH`, and FLOPs of products at `TFLOPS`, both
+measured on an H200. A step takes longer: no operator reaches both, small ones do not fill a GPU, and libraries may
+launch more. The change of the counts by an edit is the same on any card.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BANDWIDTH = 4.3e12
 TFLOPS = 790e12
 # A sort and its surroundings; gradients of x and of the weights.
 LAUNCHES = {"add_rows": 16, "narrow_feed_forward_backward": 2}
-# Read rows by index: their first operands count as what they give.
+# Operators that read rows by index: the first operand counts with the size of the result.
 GATHERS = ("gather_rows", "embedding_norm", "embedding_norm_backward", "index", "index_select")
 # Lists of tensors per launch by the number of lists, and blocks of 65,536 elements (torch's multi_tensor_apply).
 MOST_TENSORS = (110, 64, 48, 36)
@@ -89,7 +89,7 @@ class Operators(TorchDispatchMode):
 
     @staticmethod
     def flops(func: Any, args: Any, result: Any) -> float:
-        """Of products; those of our kernels by the tokens of their first matrix and the matrices of their weights."""
+        """FLOPs of products; for our kernels, from the tokens of the first matrix and the weight matrices."""
         name = func._schema.name
         if "attention" in name:
             is_backward = "backward" in name
@@ -115,7 +115,7 @@ def is_ids(x: Any) -> bool:
 
 
 def size(x: Tensor) -> int:
-    """Bytes, of what is expanded once."""
+    """Bytes; an expanded tensor counts once."""
     return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or n < 2)
 
 
@@ -128,7 +128,7 @@ def count_step(config: ef.Config, attention: str) -> tuple[Operators, Operators]
     def adamw(*lists: Any, **_: Any) -> None:
         update.add("_fused_adamw", [x for tensors in lists for x in tensors], [], [*lists[:4]], 0, True)
 
-    fused.kernels()  # imported before Triton is told to interpret them, so that operations take them on a CPU
+    fused.kernels()  # import before TRITON_INTERPRET is set, so that operations use them on a CPU
     with (
         mock.patch.dict(os.environ, TRITON_INTERPRET="1"),
         use_impl("kernel"),
@@ -163,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", help="preset:rows per step[:recipe[:dropout]]")
     parser.add_argument("--attention", help="backend; default: `short` where it takes the rows, else `varlen`")
-    parser.add_argument("--top", type=int, default=0, help="list so many operators, by their least time")
+    parser.add_argument("--top", type=int, default=0, help="list the N operators with the longest least time")
     parser.set_defaults(device="cpu")
     options = parse_arguments(parser, for_cpu=True)
     results = Results(options.results, options.device, card="counted")

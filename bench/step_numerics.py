@@ -2,8 +2,8 @@
 
     python bench/step_numerics.py [--only samples eager graph compile] [--device cpu]
 
-Kernels by themselves are `electra-fast doctor`'s; attention backends and the other objectives have tests that run on a
-GPU too (`gpu.py`).
+`electra-fast doctor` checks single kernels; attention backends and the other objectives have tests that also run on a
+GPU (`gpu.py`).
 """
 
 import argparse
@@ -99,7 +99,7 @@ def checks(parts: list[str], device: torch.device, cache: Path, quick: bool) -> 
         num_slots = 20_000 if quick else 200_000
         for width in (128, 768):
             yield f"samples, E={width}", lambda w=width: check_samples(device, dtype, w, num_slots)
-    # Compiling for a CPU would take minutes and tell nothing, and graphs it has none.
+    # Compiling for a CPU would take minutes without a result, and a CPU has no graphs.
     for execution in ("eager", "graph", "compile") if device.type == "cuda" else ("eager",):
         if execution in parts:
             yield f"losses, {execution}", lambda e=execution: check_losses(corpus, device, e, 10 if quick else 50)

@@ -1,4 +1,4 @@
-"""What a small model gains from a teacher and unlabeled texts, and by which weight and temperature.
+"""Gains of a small model from a teacher and unlabeled texts, for several weights and temperatures.
 
     python bench/teaching.py STUDENT --teacher ENCODER --glue GLUE --out FOLDER [--only sst2] [--study]
 
@@ -26,7 +26,7 @@ TASKS = ("sst2", "mrpc", "sections")
 KEYS = ("teacher_weight", "teacher_temperature")
 # Pairs of these, in the order to run.
 STUDY = ((0.9, 2.0), (1.0, 2.0), (0.5, 2.0), (0.9, 1.0), (0.9, 4.0), (1.0, 1.0), (1.0, 4.0), (0.5, 1.0), (0.5, 4.0))
-# Labeled and unlabeled texts: of the table, and of the study, with so many others of SST-2 to judge by.
+# Numbers of labeled and unlabeled texts in the table and in the study, and of other SST-2 texts for evaluation.
 SIZES = (2_000, 6_000)
 STUDY_SIZES = (1_000, 3_000)
 STUDY_DEV = 4_000
@@ -103,7 +103,7 @@ def teach(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _start_from(first: Path, out: Path, name: str) -> None:
-    """Copies what the rows of the study share: the student alone, and the teacher's answers."""
+    """Copies the common parts of the study's rows: the student alone, and the teacher's outputs."""
     if first.exists() and not out.exists():
         seeds = lambda folder, names: [name_ for name_ in names if name_[:5] == "seed-" and Path(folder).name == name]  # noqa: E731
         shutil.copytree(first, out, ignore=seeds)

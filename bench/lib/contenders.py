@@ -188,7 +188,7 @@ def peer_loss(
         with torch.no_grad():
             probs = logits.softmax(-1)
             sample = (probs / torch.empty_like(probs).exponential_()).argmax(-1)
-            current = ids.gather(1, positions)  # unused slots write back what they read
+            current = ids.gather(1, positions)  # unused slots write back the value they read
             corrupted = ids.scatter(1, positions, torch.where(weight > 0, sample, current))
             replaced = corrupted != ids.scatter(1, positions, torch.where(weight > 0, original, current))
             valid = (segments > 0).float()

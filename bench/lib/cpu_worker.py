@@ -1,12 +1,11 @@
-"""A contender of `cpu_step.py` in a process of its own: `main` runs in that process, `Worker` is the handle on it.
+"""A contender of `cpu_step.py` in a separate process: `main` runs in that process, `Worker` is its handle.
 
-Each contender thereby has its own threads, allocator, compiled code and version of the package, and sleeps while
-another takes its steps. Requests and answers are lines of JSON on standard input and output; what libraries print
-goes to standard error. The first request describes the contender; a number of steps follows any number of times;
-`null` asks for the final facts. An exception is answered with `{"error": …}` and ends the process, as does the end
-of the input.
+Each contender has its own threads, allocator, compiled code and version of the package, and sleeps while another one
+runs. Requests and answers are lines of JSON on standard input and output; output of libraries goes to standard error.
+The first request describes the contender, the next ones are numbers of steps, and `null` requests the final
+measurements. The answer to an exception is `{"error": …}`; it ends the process, as does the end of the input.
 
-Other versions of the package run this script too, so it uses only what they have in common.
+Other versions of the package run this script too, so it uses only their common interface.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ MOST_WARM_UP = 6
 
 
 def own(config: ef.Config, device: torch.device, execution: str, precision: str | None = None) -> Runner:
-    """Our step with one attention backend, so that all versions compute the same, and the library of a measurement."""
+    """Our step with one attention backend, so that all versions compute the same, and the measured matmul library."""
     compute = ComputeConfig("sdpa", DTYPES[precision or config.train.precision])
     compute = replace(compute, matmul=fastest_matmul(config.model, device))
     runner = ours(config, device, execution, compute)
@@ -142,7 +141,7 @@ def _get(config: ef.Config, key: str) -> str:
 
 
 def _environment(cache: Path, package: Path | None) -> dict[str, str]:
-    """Sleeping threads for all, as our package sets when imported before torch; shared caches of compiled code."""
+    """Sleeping threads for all, as our package sets if it is imported before torch; shared caches of compiled code."""
     variables = {
         "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
@@ -192,7 +191,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def processes() -> list[str]:
-    """Ids of this process and its children, which help with its steps."""
+    """Ids of this process and of the children that share its steps."""
     me = str(os.getpid())
     return [me, *Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 

@@ -1,7 +1,7 @@
 """Domains to adapt an encoder to: text, and a task whose validation texts are not in it.
 
-Each function returns the documents of the domain, and examples (label, text) of the task to train on and to judge by,
-in a random but fixed order.
+Each function returns the documents of the domain, and the task's training and validation examples (label, text), in a
+random but fixed order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _fields(path: Path) -> Iterator[dict[str, str]]:
 
 
 def packages() -> Domain:
-    """Descriptions of Debian's packages, one per source package; the task is to tell a package's section."""
+    """Descriptions of Debian's packages, one per source package; the task is to predict a package's section."""
     texts: dict[str, str] = {}
     for path in LISTS.glob("*_Translation-en*"):
         texts |= {fields["Package"]: fields["Description-en"] for fields in _fields(path) if "Description-en" in fields}
@@ -67,9 +67,9 @@ def packages() -> Domain:
 
 
 def manuals() -> Domain:
-    """English manual pages of this machine; the task is to tell the package of a page's paragraph.
+    """English manual pages of this machine; the task is to predict the package of a paragraph.
 
-    A package has at most 150 pages, a fifth of which are set aside.
+    A package has at most 150 pages; a fifth of them are the validation set.
     """
     owners: dict[str, str] = {}
     for path in Path("/var/lib/dpkg/info").glob("*.list"):
@@ -102,9 +102,9 @@ def manuals() -> Domain:
 
 
 def docstrings() -> Domain:
-    """Docstrings of the Python packages in this environment; the task is to tell the package of one.
+    """Docstrings of the Python packages in this environment; the task is to predict a docstring's package.
 
-    Of the twenty packages with the most of them, 1,000 each; those of a fifth of their files are set aside.
+    Uses 1,000 docstrings of each of the twenty packages with the most; a fifth of the files are the validation set.
     """
     draw = random.Random(0)
     texts_by_package: dict[str, list[tuple[Path, str]]] = {}

@@ -1,8 +1,8 @@
 """Runs groups of measurements one after the other, each isolated in its own process.
 
 Each command of `gpu.py` is a list of groups. A group that raises, hangs or crashes, for example with an illegal memory
-access, loses only its own results: what it printed and saved so far is kept, and the next group starts with a fresh
-CUDA context. A group is limited to its `seconds`, all groups together to a limit of their own.
+access, loses only its remaining results: its output so far is kept, and the next group starts with a fresh CUDA
+context. A group is limited to its `seconds`; there is also a limit for all groups together.
 
 Writes `results.jsonl`, `log.txt` and `summary.txt` (under 12,000 characters). Uses only the standard library, so that
 this process holds no GPU memory.
@@ -28,15 +28,15 @@ CACHE = Path(tempfile.gettempdir()) / "electra-fast-bench"
 MOST_CHARACTERS = 11_500
 # Too short for any group: importing torch and compiling the first kernels takes longer.
 LEAST_SECONDS = 20.0
-TAIL_LINES = 6  # of a failed group, or one that saves no results, shown in the summary
+TAIL_LINES = 6  # lines in the summary of a group that failed or saved no results
 
 
 @dataclass(frozen=True)
 class Group:
     """A command and its time limit in seconds.
 
-    `command` is a script in this folder with its arguments, to which `--results`, `--device` and so on are added, or a
-    module (`-m pytest …`) or program, which is run as is. `expected` was predicted, and is shown beside what came.
+    `command` is a script in this folder with its arguments (`--results`, `--device` and so on are added), or a module
+    (`-m pytest …`) or program that is run as is. `expected` is a prediction, printed with the result.
     """
 
     name: str
@@ -153,7 +153,7 @@ def _copy(pipe: TextIO, name: str, tail: deque[str], log: TextIO) -> None:
 
 
 def _last_lines(lines: list[str]) -> list[str]:
-    """The lines that explain a failure, or say what came: the last stack trace, or else the end of the output."""
+    """The lines that explain a failure or show the result: the last stack trace, or the end of the output."""
     traces = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
     if traces:
         return lines[traces[-1] + 1 :][:TAIL_LINES]
@@ -178,7 +178,7 @@ def _exit_status(code: int) -> str:
 
 
 def _read(results: Path) -> list[dict[str, Any]]:
-    """All complete lines; a process may have died while writing one."""
+    """All complete lines; a process may have died while writing its last one."""
     records = []
     for line in results.read_text().splitlines():
         try:

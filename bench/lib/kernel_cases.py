@@ -1,7 +1,7 @@
 """The calls of operations that have kernels: the one table of `bench/kernels.py` and the tests.
 
-It has the arguments of each operation by sizes, small and odd ones to test, and large ones to time. The check of a run
-takes its calls from the run's own step instead; all are a `Call`, judged by `excess`.
+The table has arguments of each operation for small and odd sizes to test, and large sizes to time. The check of a run
+records the calls of the run's step instead. All are a `Call`, and `excess` measures their error.
 
 Shapes: B rows, L row length, T tokens, M masked slots, S slots per row, V vocabulary, E embedding, D hidden, N heads,
 H head dimension, F feed-forward.
@@ -28,13 +28,13 @@ FP16 = torch.float16
 BF16 = torch.bfloat16
 VOCAB_SIZE = 30_522
 EPS = 1e-12
-# Of a call, and of the table.
+# Arguments of a call, and its sizes in the table.
 Args = tuple[Any, ...]
 Sizes = tuple[Any, ...]
 
 
 class Arguments:
-    """Random tensors for a call. Parameters are fp32, with values that the activations' dtype has too."""
+    """Random tensors for a call. Parameters are fp32, with values that the activations' dtype represents exactly."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Entry:
-    """An operation in the table: its arguments by sizes, and the sizes, to test each with a dtype."""
+    """An operation in the table: a function from sizes to arguments, and the sizes, to test each with a dtype."""
 
     arguments: Callable[..., Args]
     tested: tuple[Sizes, ...]
@@ -89,7 +89,7 @@ CASES: dict[str, Entry] = {}
 
 
 def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Callable[..., Args]], None]:
-    """Enters the function that makes an operation's arguments, named as the operation, into the table."""
+    """Adds a function that makes an operation's arguments, with the operation's name, to the table."""
 
     def enter(arguments: Callable[..., Args]) -> None:
         CASES[arguments.__name__] = Entry(arguments, tested, timed)
@@ -97,8 +97,8 @@ def case(tested: tuple[Sizes, ...], timed: tuple[Sizes, ...]) -> Callable[[Calla
     return enter
 
 
-# Of the sizes to test the first are enough to see that a kernel works. There are tiles that are not full, more of them
-# than programs, and widths that no tile divides.
+# The first sizes suffice to see that a kernel works. The others have partial tiles, more tiles than programs, and
+# widths that no tile divides.
 
 
 @case(((FP32, 50, 96, 0.1), (FP32, 3, 66, 0.999)), ((131_072, 256, 0.1),))
@@ -298,7 +298,7 @@ def self_attention(
     local_attention: int,
     probability: float,
 ) -> Args:
-    """By `short`."""
+    """With the backend `short`."""
     mask = AttentionMask.packed(make.segments(num_rows, length), None, "short", local_attention)
     width = num_heads * head_dim
     positions = torch.arange(length, device=make.device).repeat(num_rows)
@@ -316,7 +316,7 @@ def _sublayer(make: Arguments, width: int, inner: int, outer: int) -> SublayerWe
 
 @case(((FP16, 3, 24, 2, 16, 0.2), (FP16, 3, 150, 2, 16, 0.2)), ((1024, 128, 4, 64, 0.1), (128, 512, 12, 64, 0.0)))
 def attention(make: Arguments, num_rows: int, length: int, num_heads: int, head_dim: int, probability: float) -> Args:
-    """By `short`."""
+    """With the backend `short`."""
     mask = AttentionMask.packed(make.segments(num_rows, length), None, "short")
     width = num_heads * head_dim
     weights = _sublayer(make, width, 3 * width, width)

@@ -12,7 +12,7 @@ from lib.results import markdown
 Result = Mapping[str, Any]
 CORRUPTORS = ("network", "unigram")
 CRITERION = CORRUPTORS[0]
-"""The corruptor whose AUC decides."""
+"""The source of replacements whose AUC is the criterion."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def auc(result: Result, corruptor: str = CRITERION) -> float:
 
 
 def merit(result: Result) -> float:
-    """Measure by which settings are chosen: the AUC, or minus the loss of a masked language model."""
+    """The criterion for choosing settings: the AUC, or minus the loss of a masked language model."""
     value = auc(result)
     return -float(result["corrupted_by"][CRITERION]["generator_loss"]) if math.isnan(value) else value
 
@@ -52,7 +52,7 @@ MEASURES: dict[str, Callable[[Result], float]] = {
     "AUC, unigram": lambda result: auc(result, "unigram"),
     "mean of the tasks": score,
 }
-"""The measures by which recipes are compared."""
+"""The measures of the comparison."""
 
 
 def spread(values: Sequence[float]) -> str:
@@ -123,7 +123,7 @@ def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Factor:
-    """A baseline's FLOPs divided by ours at equal quality, with the 90 % interval over seeds."""
+    """The ratio of a baseline's FLOPs to our FLOPs at equal quality, with the 90 % interval over seeds."""
 
     times: float
     low: float
@@ -135,7 +135,7 @@ class Factor:
 
 
 def factor(ours: Sequence[Point], theirs: Point, measure: Callable[[Result], float]) -> Factor:
-    """Compares FLOPs where our curve first reaches their mean; the interval is by 1,000 draws of the seeds."""
+    """Compares the FLOPs at which our curve first reaches their mean; the interval is from 1,000 draws of seeds."""
     draw = random.Random(0)
 
     def drawn(point: Point) -> Point:
@@ -162,7 +162,7 @@ def report(curves: Mapping[str, Sequence[Point]]) -> str:
             for side, theirs in (others if ours else ())
             for point in theirs
         ]
-    return text + "\n\n" + markdown(["measure", "", "TFLOP", f"times those of {next(iter(points))}, by seeds"], rows)
+    return text + "\n\n" + markdown(["measure", "", "TFLOP", f"relative to {next(iter(points))}, over seeds"], rows)
 
 
 def _measured(points: Mapping[str, Sequence[Point]], measure: Callable[[Result], float]) -> dict[str, list[Point]]:

@@ -1,6 +1,6 @@
-"""One run of `recipes.py` in a process of its own: pre-training, evaluation on fixed corruptions, fine-tuning.
+"""One run of `recipes.py` in a separate process: pre-training, evaluation on fixed corruptions, fine-tuning.
 
-`python -m lib.recipe_run FOLDER`, in bench/, does what FOLDER/run.json says, resumes where it was stopped, and writes
+`python -m lib.recipe_run FOLDER`, in bench/, executes FOLDER/run.json, resumes after an interruption, and writes
 FOLDER/result.json.
 """
 
@@ -38,13 +38,13 @@ SECONDS = "seconds.txt"
 EVAL_ROWS = 64
 """Rows per batch of an evaluation."""
 PATCHES = {"rotary-positions": use_rotary_positions}
-"""Changes to the recipe that the package does not have: each replaces functions of this process."""
+"""Changes to the recipe that are not in the package; each replaces functions in this process."""
 JUDGED = ("discriminator_auc", "discriminator_loss", "generator_loss", "generator_accuracy", "corruption", "tokens")
 
 
 @dataclass(frozen=True)
 class Replacements:
-    """The tokens that a corruptor put into validation text, stored since another processor would train another one."""
+    """A masked language model's tokens in the validation text, stored since its training depends on the processor."""
 
     samples_RN: torch.Tensor
     sequence_length = UNIGRAM_LENGTH
@@ -102,7 +102,7 @@ def do(folder: Path) -> dict[str, Any]:
         report_["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
         data, name, num_seeds = job["glue"]
-        fixed = {"finetune.epochs": 3, "finetune.select": "last"}  # as the earlier lines of recipes.jsonl
+        fixed = {"finetune.epochs": 3, "finetune.select": "last"}  # as in the earlier lines of recipes.jsonl
         tasks = ef.finetune(model, glue=data, out=folder / "tasks" / name, seeds=num_seeds, overrides=fixed)
         report_ |= {"tasks": {name: scores["median"] for name, scores in tasks.items()}, "tasks_of": name}
     return report_

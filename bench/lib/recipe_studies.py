@@ -36,7 +36,7 @@ class Setting:
 
     Args:
         name: Name in tables, for `--only` and in the results.
-        keys: Configuration laid over that of the scale.
+        keys: Configuration keys that override the scale's.
         patches: Changes that the package does not have, from `recipe_run.PATCHES`.
         batch_factor: Factor of the scale's rows per step.
         parts: 1 / parts of the text is read.
@@ -112,7 +112,7 @@ SCALES = {"mini": _MINI} | {
     f"mini-{size}": replace(_MINI, name=f"mini-{size}", vocab_size=size) for size in (4096, 16384)
 }
 
-# The published encoder and AdamW, with rotary positions, at the best of eleven rates and batches (LOG.md).
+# The published encoder and AdamW, with rotary positions, at the best of eleven learning rates and batch sizes (LOG.md).
 GOOGLE_ROTARY = Setting(
     "google-rotary",
     {
@@ -147,7 +147,7 @@ def _shape(layers: int, width: int) -> Setting:
 
 
 def _around(rates: Sequence[str]) -> Iterator[tuple[str, Keys]]:
-    """Yields the rates of Muon and of the rest by the rule, and others."""
+    """Yields the learning rates of the rule, for Muon and for the rest, and other pairs."""
     for muon, rest in zip(rates[::2], rates[1::2], strict=True):
         keys = {"optimizer.muon_learning_rate": muon, "optimizer.learning_rate": rest}
         yield f"Muon {muon}, the rest {rest}", keys
@@ -165,7 +165,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         replace(_shape(4, 256), name="4 layers of 256, four times the batch", batch_factor=4),
         replace(_SMALL.changed("2 layers of 64, rows of 32", {"data.sequence_length": "32"}), batch_factor=4),
     ),
-    # The baseline at the smallest size, which has its own best rate.
+    # The baseline at the smallest size, with the best learning rate there.
     "small-baseline": tuple(
         GOOGLE_ROTARY.changed(
             f"google-rotary, 2 layers of 64, {rate}",
@@ -178,8 +178,8 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         )
         for rate in ("5e-4", "1e-3", "2e-3")
     ),
-    # Around the rule of rates: 1,763 narrow steps with 10 TFLOP, 19,084 small ones with 30, 1,393 wide ones
-    # with 270: with 97, 2 layers of 512 would end on the plateau, where rates hardly compare.
+    # Around the rule of learning rates: 1,763 narrow steps with 10 TFLOPs, 19,084 small ones with 30, 1,393 wide
+    # ones with 270; with 97, 2 layers of 512 would end on the plateau and hide differences of rates.
     "rates": tuple(
         replace(shape.changed(f"{shape.name}{batch}, {name}", keys), batch_factor=batch_factor)
         for shape, batch, batch_factor, rates in (
@@ -194,7 +194,7 @@ STUDIES: dict[str, tuple[Setting, ...]] = {
         )
         for name, keys in _around(rates)
     ),
-    # So little text that 30 TFLOP, 2.8 M tokens, read it 8, 32 and 128 times.
+    # Little text: 30 TFLOPs, or 2.8 M tokens, read it 8, 32 and 128 times.
     "epochs": tuple(
         replace(_shape(4, 128), name=f"4 layers of 128, a {parts}th of the text", parts=parts)
         for parts in (249, 995, 3980)
@@ -221,7 +221,7 @@ HOUR = (
     _transformers("BertForMaskedLM", "bert", 10_200),
     _transformers("ModernBertForMaskedLM", "modernbert", 11_100),
 )
-"""Models after an hour: our default, and those of `transformers` at four learning rates, all with the preset's batch of
-32 rows. The speeds were measured alone on two cores of an AMD EPYC, each in its faster precision, bf16.
+"""Models after an hour: our default, and models of `transformers` at four learning rates, all with the preset's 32
+rows per batch. The speeds were measured alone on two cores of an AMD EPYC, each in its faster precision, bf16.
 """
 TRIAL_HOURS = 0.1

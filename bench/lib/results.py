@@ -29,7 +29,7 @@ def parse_arguments(
     """Adds the options that these scripts share and parses the command line; without a GPU it is a dry run.
 
     `with_overrides` takes `--section.key value` of the configuration too, as the dictionary `overrides`.
-    With `for_cpu` the CPU is what is measured: there is no `--device`, and only `--quick` makes a dry run.
+    With `for_cpu` the script measures the CPU: there is no `--device`, and only `--quick` makes a dry run.
     """
     import torch
 
@@ -87,7 +87,7 @@ class Results:
 
 
 def measured_by_child(script: str, arguments: list[str], name: str) -> dict[str, float]:
-    """The object that a script prints as its last line, run in a process of its own with `transformers` kept quiet."""
+    """The object in the last line of a script, which runs in a separate process with `transformers` silenced."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
     process = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, env=environment)
     if process.returncode:
@@ -97,7 +97,7 @@ def measured_by_child(script: str, arguments: list[str], name: str) -> dict[str,
 
 
 def listed(values: Mapping[str, Any]) -> str:
-    """The metrics of a check by name, without `ok`, which the start of the line shows."""
+    """The metrics of a check, without `ok`, which is at the start of the line."""
     pairs = ((name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in values.items() if name != "ok")
     return ", ".join(f"{name} {text}" for name, text in pairs)
 
@@ -128,6 +128,6 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that this script is in; empty outside of one."""
+    """The commit of this script's checkout; empty outside a checkout."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()

@@ -1,10 +1,10 @@
-"""A contender of `serving.py` in a process of its own, by whatever Python has its libraries.
+"""A contender of `serving.py` in a separate process, with the Python that has its libraries.
 
     python bench/lib/serving_worker.py CONTENDER FOLDER THREADS
 
-Says when it has answered its first text, then answers batches that come as lines of JSON. Imports only what the
-contender needs, so that start-up and memory are its own. With `quantize` as the contender: writes optimum's int8 of a
-folder into another, given instead of the threads.
+Reports when it has answered its first text, then answers batches, which are lines of JSON. Imports only the
+contender's libraries, so that start-up and memory are the contender's. With `quantize` as the contender, writes
+optimum's int8 model of a folder into another folder, the third argument.
 """
 
 import json
@@ -54,7 +54,7 @@ def optimum(folder: str, threads: int) -> Predict:
 
 
 def quantize(folder: str, out: str) -> None:
-    """As optimum's documentation does it for a processor with AVX-512 VNNI."""
+    """Quantizes as in optimum's documentation for a processor with AVX-512 VNNI."""
     from optimum.onnxruntime import ORTModelForSequenceClassification, ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
     from transformers import AutoTokenizer
@@ -78,7 +78,7 @@ def resident_mib() -> float:
 
 
 def timed(predict: Predict, batches: list[list[str]], seconds: float, least: int) -> dict[str, Any]:
-    """Seconds per batch for so long, at least of `least` batches, and the labels of those."""
+    """Seconds per batch over a period, for at least `least` batches, and the labels of these batches."""
     times: list[float] = []
     labels: list[str] = []
     predict(batches[-1])

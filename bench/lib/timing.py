@@ -7,7 +7,7 @@ import torch
 
 
 def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Times of calls; on a GPU of replays of a captured graph, each with an empty L2 cache."""
+    """Times of calls; on a GPU, of replays of a captured graph, each with an empty L2 cache."""
     if device.type != "cuda":
         work()
         times = []
@@ -31,7 +31,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeats: int)
 
 
 def peak_gib(work: Callable[[], object]) -> float:
-    """Peak memory of the last of three calls on a side stream, as capture requires them."""
+    """Peak memory of the last of three calls on a side stream, as graph capture requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

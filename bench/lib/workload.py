@@ -45,7 +45,7 @@ def loader(corpus: Path, config: ef.Config) -> ef.BatchLoader:
 
 
 def shape(text: str, overrides: dict[str, str] | None = None, recipe: str = DEFAULT_RECIPE) -> ef.Config:
-    """The configuration of `preset[:rows[:recipe[:dropout]]]`; what is left out is as in `pretrain`."""
+    """The configuration of `preset[:rows[:recipe[:dropout]]]`; missing parts are as in `pretrain`."""
     parts = text.split(":")
     preset, rows, recipe, dropout = (*parts, *("", recipe, "")[len(parts) - 1 :])
     changes = {"model.vocab_size": str(VOCAB_SIZE), "data.packing": "best-fit"}
