@@ -54,9 +54,11 @@ def pointer(messages: Iterable[str]) -> list[str]:
     """Returns the line with the address, if the first warning is among these messages; otherwise nothing."""
     if not _pointer or not any(map(WARNING.match, messages)):
         return []
-    from importlib.metadata import metadata  # slow
+    from importlib.metadata import PackageNotFoundError, metadata  # slow
 
-    urls = dict(url.split(", ") for url in metadata("electra-fast").get_all("Project-URL", []))
+    urls: dict[str, str] = {}
+    with contextlib.suppress(PackageNotFoundError):
+        urls.update(url.split(", ") for url in metadata("electra-fast").get_all("Project-URL", []))
     return [f"electra-fast: causes and remedies of warnings: {urls.get('Documentation', 'docs/')}{_pointer.pop()}"]
 
 
