@@ -286,15 +286,15 @@ def test_predict_streams_in_the_order_of_the_input(classifier, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "flags", "message"),
     [
-        ("rows.tsv", "a\tb\nx\ty\n", [], "no text column 'body' or 'note', as in training; there are: a, b"),
-        ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; there are: a, b"),
+        ("rows.tsv", "a\tb\nx\ty\n", [], "no text column 'body' or 'note', as in training; available columns: a, b"),
+        ("rows.tsv", "a\tb\nx\ty\n", ["--text", "c"], "no column 'c'; available columns: a, b"),
         ("rows.tsv", "body\tb\n", [], "no rows"),
         ("rows.txt", "", [], "no rows"),
-        ("rows.csv", "body,a;b\nx,y;z\n", [], "choose with --delimiter"),
+        ("rows.csv", "body,a;b\nx,y;z\n", [], "choose it with --delimiter"),
         ("rows.csv", "body,a\nx,1\ny\nz,2,3\n", ["--skip-bad-rows", "1"], "line 4: found 3 fields"),
-        ("rows.jsonl", '{"body": null}\n', [], "line 1: 'body' is null, not text"),
+        ("rows.jsonl", '{"body": null}\n', [], "line 1: body = null: must be text"),
         ("rows.doc", "x", [], "unknown extension"),
-        ("rows.txt", "a\n", ["--top-k", "0"], "top_k is 0; it must be at least 1"),
+        ("rows.txt", "a\n", ["--top-k", "0"], "top_k = 0: must be at least 1"),
     ],
 )
 def test_predict_names_a_mistake_in_one_line(classifier, tmp_path, name, content, flags, message):
@@ -317,7 +317,7 @@ def test_training_remembers_its_columns_for_predict(encoder_folder, tmp_path):
         *("finetune", encoder_folder, "--task", "classification", "--train", tmp_path / "train.csv", "--text", "body"),
         *("--out", tmp_path / "out", *settings(QUICK)),
     )
-    assert run.returncode == 0 and "semicolons separate the cells" in run.stderr, run.stderr
+    assert run.returncode == 0 and "are separated by semicolons" in run.stderr, run.stderr
     folder = tmp_path / "out/classification/seed-0/model"
     found = in_process.run("predict", folder, tmp_path / "train.csv").stdout.splitlines()
     assert ef.predict(folder, tmp_path / "train.csv") == [json.loads(line) for line in found]
@@ -361,7 +361,7 @@ def test_other_columns_than_in_training_and_bad_rows(classifier, tmp_path):
         first = json.loads(found.stdout.splitlines()[0])
         assert found.returncode == 0 and said in found.stderr and {name: first[name] for name in own} == own
         if "2 bad rows" in said:
-            assert "line 1: 'body' is null" in found.stderr and "line 3: not a JSON object" in found.stderr
+            assert "line 1: body = null" in found.stderr and "line 3: not a JSON object" in found.stderr
 
 
 def test_a_pipe_is_answered_as_it_comes(classifier):
@@ -401,8 +401,8 @@ def test_folders_and_texts_that_cannot_be_used(finetuned, encoder_folder, tmp_pa
     model = ef.load(finetuned[0] / "sst2/seed-0/model")
     for texts, message in {
         "a text": "put a single one into a list",
-        ("a", 3): "example 1 is 3; it must be a text",
-        (("a", "b"),): "example 0 has 2 texts, but this model reads one text",
+        ("a", 3): "example 1 = 3: must be a text",
+        (("a", "b"),): "example 0: expected one text for this model, got 2 texts",
     }.items():
         with pytest.raises(InputError, match=message):
             model.predict(texts)

@@ -221,7 +221,7 @@ class TestInputs:
             (pd.DataFrame({"text": ["a"]}), f"{method} takes a list of texts; give one column of the table"),
             (["a", None], "example 1 is None; it must be a text"),
             (["a", ("a", "b")], r"example 1 is \('a', 'b'\); it must be a text"),
-            (["a", "\udc00"], "example 1: half of a surrogate pair, which is not text"),
+            (["a", "\udc00"], "example 1: unpaired surrogate, which is not text"),
         ):
             with pytest.raises(ef.InputError, match=message):
                 getattr(detector, method)(texts)

@@ -130,7 +130,7 @@ def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(t
     rows = records(files["dev"])
     wrong = [row | {"topic": topic} for row, topic in zip(rows, ["Class 9"] * 3 + ["x"], strict=False)]
     other = write_rows(tmp_path / "other.jsonl", wrong + rows[4:])
-    message = "4 bad rows: .*: labels that the model does not know: 'Class 9' 3, 'x' 1; it knows 'class 0', 'class 1'"
+    message = "4 bad rows: .*: labels unknown to the model: 'Class 9' 3, 'x' 1; known: 'class 0', 'class 1'"
     with pytest.raises(InputError, match=message):
         ef.evaluate(model, other, skip_bad_rows=3)
     assert ef.evaluate(model, other, skip_bad_rows=4, text=["body"])["examples"] == 20
@@ -140,7 +140,7 @@ def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(t
         folder, _, files = trained(task)
         first, *rows = records(files["dev"])
         other = write_rows(tmp_path / f"{task}.jsonl", [first | change, *rows])
-        message = "that the model does not know: '(ORG|new)' 1; it knows '(LOC|good)', '(PER|long)'"
+        message = "unknown to the model: '(ORG|new)' 1; known: '(LOC|good)', '(PER|long)'"
         with pytest.raises(InputError, match=message):
             ef.evaluate(folder / "seed-0" / "model", other)
         assert ef.evaluate(folder / "seed-0" / "model", other, skip_bad_rows=1)["examples"] == 23
@@ -148,8 +148,8 @@ def test_labels_that_the_model_does_not_know_are_counted_and_left_out_if_asked(t
 
 def test_a_file_without_labels_is_refused(trained, tmp_path):
     for task, column, message in (
-        ("classification", "topic", "no label column; there are: id, body"),
-        ("tagging", "tags", "no label column; there are: id, tokens"),
+        ("classification", "topic", "no label column; available columns: id, body"),
+        ("tagging", "tags", "no label column; available columns: id, tokens"),
         ("question-answering", "answers", "no column 'answers'"),
     ):
         folder, _, files = trained(task)

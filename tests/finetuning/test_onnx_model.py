@@ -301,7 +301,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(folders, tmp_path, monkeypat
     refused("this model in ONNX computes in fp32; leave it out", good, "--precision", "bf16")
     refused("precision of fp32 or int8", with_keys(copy("precision"), **{ONNX_KEY: {"precision": "fp4"}}))
     refused("config.json has 2 labels", with_keys(copy("labels"), id2label={"0": "neg", "1": "pos"}))
-    refused("scale = 0 must be", with_keys(copy("scale", "regression"), electra_fast_settings={"scale": 0}))
+    refused("scale = 0: must be", with_keys(copy("scale", "regression"), electra_fast_settings={"scale": 0}))
     (bare := copy("bare") / "config.json").unlink()
     refused("model.onnx without its config.json; copy the whole folder", bare.parent)
     (graphless := copy("graphless") / "model.onnx").unlink()

@@ -212,9 +212,9 @@ class TestPairs:
         ("options", "message"),
         [
             ({"text": ["n"]}, "text = n: must be two columns, the better sentence first"),
-            ({"text": ["sentence_good", "m"]}, "no 'm'; there are: sentence_good, .*; choose with --text"),
-            ({"text": ["sentence_good", "n"]}, "'n' is 1, not text"),
-            ({"group": "field"}, "no 'field'; there are: UID, n; choose with --group"),
+            ({"text": ["sentence_good", "m"]}, "no 'm'; available columns: sentence_good, .*; choose with --text"),
+            ({"text": ["sentence_good", "n"]}, "n = 1: must be text"),
+            ({"group": "field"}, "no 'field'; available columns: UID, n; choose with --group"),
             ({"pairs": []}, "pairs: "),
             ({"data": "shards"}, "give a corpus or pairs, not both"),
             ({"max_batches": 3}, "--max-batches is not for --pairs"),

@@ -16,7 +16,7 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.prediction_input import ExampleReader, Source, open_examples
 from electra_fast.finetuning.readers.delimited import Dialect
-from electra_fast.finetuning.readers.rows import Row, as_names, place, text_of, there_are
+from electra_fast.finetuning.readers.rows import Row, as_names, available_columns, place, text_of
 from electra_fast.finetuning.readers.table_formats import file_or_table
 from electra_fast.finetuning.scoring import TextScorer
 from electra_fast.messages import say
@@ -95,7 +95,7 @@ def evaluate_pairs(
             for pair, others in examples.rows:
                 by = group or next((name for name in _GROUP_COLUMNS if name in others), "")
                 if group and group not in others:
-                    raise InputError(f"{pair[2]}: no {group!r}; {there_are(others)}; choose with --group")
+                    raise InputError(f"{pair[2]}: no {group!r}; {available_columns(others)}; choose with --group")
                 members.setdefault(str(others[by]) if by else file.name.split(".")[0], []).append(len(found))
                 found.append(pair)
         for note in examples.notes:

@@ -20,12 +20,12 @@ from electra_fast.finetuning.readers.delimited import Dialect, with_fields
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     Row,
+    available_columns,
     check_columns,
     columns_note,
     extension,
     is_stream,
     place,
-    there_are,
 )
 from electra_fast.finetuning.readers.tables import FORMATS, OpenTable, Quoting, open_table
 
@@ -170,7 +170,7 @@ def _others(
             trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
             wanted = f" {trained}, as in training" if trained else ""
             _, first = next(rows)
-            raise InputError(f"{source.path}: no text column{wanted}; {there_are(first)}; choose with --text")
+            raise InputError(f"{source.path}: no text column{wanted}; {available_columns(first)}; choose with --text")
         if is_copied:
             _write_copy(path, rows)
             table.notes += bad.finish()
