@@ -1,4 +1,4 @@
-"""A fixture that writes files for the tests of readers."""
+"""The fixture that writes the files of these tests."""
 
 import csv
 import json
