@@ -1,4 +1,4 @@
-"""What several tests of fine-tuning share."""
+"""Fixtures for tests of fine-tuning."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from electra_fast.huggingface.encoder import load_encoder
 
 
 @pytest.fixture
-def own_files(glue_folder, squad_folder, conll_folder, tmp_path):
-    """A function that gives a task's files as arguments of `finetune`."""
+def task_files(glue_folder, squad_folder, conll_folder, tmp_path):
+    """A function that returns a task's files as arguments of `finetune`."""
 
-    def own_files(task):
+    def task_files(task):
         if task == "tagging":
             return {"train": conll_folder / "train.conll", "dev": conll_folder / "dev.conll"}
         if task == "stsb":
@@ -23,15 +23,15 @@ def own_files(glue_folder, squad_folder, conll_folder, tmp_path):
         glue = {"stsb": tmp_path, "mrpc": glue_folder}.get(task)
         return {"glue": glue} if glue else {"squad": squad_folder}
 
-    return own_files
+    return task_files
 
 
 @pytest.fixture
-def job_of(encoder_folder, own_files, tmp_path):
-    """A function that makes a task's job, without dropout."""
+def job_of(encoder_folder, task_files, tmp_path):
+    """A function that makes a task's job without dropout."""
 
     def job_of(task, encoder=None, device="cpu", **changes):
-        files = own_files(task)
+        files = task_files(task)
         folders = {name: files.pop(name) for name in ("glue", "squad") if name in files}
         (data,) = read_tasks(task, **folders, files=files)
         settings = QUICK if task in ("mrpc", "stsb") else SETTINGS

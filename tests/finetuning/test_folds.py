@@ -1,4 +1,4 @@
-"""Cross-validation on own data, and untrained twins."""
+"""Cross-validation on a user's data, and untrained baselines."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from electra_fast.model.model import Encoder, initialize
 
 @pytest.fixture
 def files(write_rows, tmp_path):
-    """A function that gives the training file of a kind of task."""
+    """A function that writes the training file of a kind of task."""
 
     def files(kind):
         if kind == "tagging":
@@ -48,7 +48,7 @@ def files(write_rows, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
-def test_each_example_is_in_one_fold(files, kind):
+def test_examples_are_in_exactly_one_fold(files, kind):
     path = files(kind)
     task = "classification" if kind == "multi-label" else kind
     whole = read_tasks(task, files={"train": path})[0].train
@@ -57,7 +57,7 @@ def test_each_example_is_in_one_fold(files, kind):
     folds = [read_tasks(task, files={"train": path}, columns={"folds": (number, 5)})[0] for number in range(5)]
     for fold in folds:
         dev.update(fold.dev[0].ids)
-        assert {*fold.dev[0].ids} | {*fold.train.ids} == everything and "set aside" not in " ".join(fold.notes)
+        assert {*fold.dev[0].ids} | {*fold.train.ids} == everything and "validation set" not in " ".join(fold.notes)
         assert len(everything) / 5 - 4 < len(fold.dev[0].ids) < len(everything) / 5 + 4
         if kind == "classification":
             assert {*fold.dev[0].targets.tolist()} == {*fold.train.targets.tolist()} == {0, 1, 2, 3}
@@ -73,7 +73,7 @@ def test_each_example_is_in_one_fold(files, kind):
 
 
 def pieces(count, kind):
-    """Rows of `count` texts, each twice in another notation, of six patients; every class has several."""
+    """Yields rows of `count` texts of six patients; each text occurs in two spellings, each class in several texts."""
     for number in range(2 * count):
         text = f"text number {number // 2}" if number % 2 else f"Text, number  {number // 2}!"
         row = {"text": text, "patient": number // 2 % 6, "label": "abc"[min(2, number // 2 % 5)]}
@@ -92,9 +92,10 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
     options = {"group": group} if group else {}
     for share in (*({"folds": (number, 3)} for number in range(3)), {"dev_fraction": 0.2}):
         (data,) = read_tasks(task, files={"train": path}, columns=options | share)
-        train, dev = ({int(text.split()[2].strip("!")) for (text,) in each.texts} for each in (data.train, data.dev[0]))
+        splits = (data.train, data.dev[0])
+        train, dev = ({int(text.split()[2].strip("!")) for (text,) in split.texts} for split in splits)
         if group:
-            train, dev = ({number % 6 for number in each} for each in (train, dev))
+            train, dev = ({number % 6 for number in numbers} for numbers in (train, dev))
         assert train and dev and train.isdisjoint(dev) and train | dev == {*range(6 if group else 30)}
         assert abs(len(data.dev[0].texts) - (20 if "folds" in share else 12)) <= (
             0 if group and "folds" in share else 8
@@ -104,7 +105,7 @@ def test_equal_texts_and_groups_stay_together(write_rows, kind, group):
             assert 0 not in TASK_TYPES[data.task.kind].class_sizes(data.task, data.dev[0]).values()
 
 
-def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp_path):
+def test_cross_validation_reports_folds_and_resumes(files, encoder_folder, tmp_path):
     path = files("classification")
     out = tmp_path / "out"
     command = ("finetune", encoder_folder, "--task", "classification", "--train", path, "--out", out)
@@ -113,32 +114,32 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
         ef.finetune(encoder_folder, task="classification", train=path, out=out, folds=3, overrides=QUICK)
     (partial,) = json.loads((out / "results.json").read_text())["classification"]["runs"]
     run = in_process.run(*command)
-    found = json.loads(run.stdout)["classification"]
-    assert found["runs"][0] == partial and [each["fold"] for each in found["runs"]] == [0, 1, 2]
-    scores = [each["accuracy"] for each in found["runs"]]
-    assert found["means"]["accuracy"] == pytest.approx(np.mean(scores))
-    assert found["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
+    results = json.loads(run.stdout)["classification"]
+    assert results["runs"][0] == partial and [fold["fold"] for fold in results["runs"]] == [0, 1, 2]
+    scores = [fold["accuracy"] for fold in results["runs"]]
+    assert results["means"]["accuracy"] == pytest.approx(np.mean(scores))
+    assert results["deviations"]["accuracy"] == pytest.approx(statistics.stdev(scores))
     assert f"classification: mean accuracy {np.mean(scores):.4f} ± " in run.stderr
     folder = out / "classification"
     predicted = []
     for number in range(3):
         lines = (folder / f"fold-{number}/seed-0/predictions.dev.jsonl").read_text().splitlines()
         predicted += [json.loads(line) for line in lines]
-    assert len({each["id"] for each in predicted}) == len(predicted) == 57
-    gold, labels = ([each[name] for each in predicted] for name in ("gold", "label"))
+    assert len({row["id"] for row in predicted}) == len(predicted) == 57
+    gold, labels = ([row[name] for row in predicted] for name in ("gold", "label"))
     expected = {"accuracy": accuracy_score(gold, labels), "f1_macro": f1_score(gold, labels, average="macro")}
     expected["matthews"] = matthews_corrcoef(gold, labels)
-    assert found["out_of_fold"] == pytest.approx(expected)
-    assert json.loads((out / "results.json").read_text())["classification"] == found
+    assert results["out_of_fold"] == pytest.approx(expected)
+    assert json.loads((out / "results.json").read_text())["classification"] == results
     report = json.loads((folder / "report.json").read_text())
     assert report["examples"] == 57
-    assert {name: each["model"] for name, each in report["scores"].items()} == pytest.approx(expected)
+    assert {name: row["model"] for name, row in report["scores"].items()} == pytest.approx(expected)
     pictures = {"curves.png", "confusion.png", "calibration.png"}
     folds = {f"fold-{number}" for number in range(3)}
     assert {path.name for path in folder.iterdir()} == {"report.md", "report.json", *pictures, *folds}
     with pytest.raises(InputError, match="other files; choose another folder"):
         ef.finetune(encoder_folder, task="classification", train=path, out=out, overrides=QUICK)
-    with pytest.raises(InputError, match="fold-0: was trained with other examples of train"):
+    with pytest.raises(InputError, match="fold-0: was made with other examples of train"):
         ef.finetune(encoder_folder, task="classification", train=path, out=out, folds=4, overrides=QUICK)
 
 
@@ -147,25 +148,25 @@ def test_cross_validation_gives_each_fold_and_resumes(files, encoder_folder, tmp
     [
         ({"folds": 1}, "folds = 1: must be at least 2"),
         ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),
-        ({"folds": 2, "dev": "dev.jsonl"}, "remove --dev and --dev-fraction"),
+        ({"folds": 2, "dev": "dev.jsonl"}, "leave --dev and --dev-fraction out"),
         ({"folds": 2, "dev_fraction": 0.3}, "--dev-fraction"),
-        ({"folds": 2, "group": "patient"}, r"no column 'patient'; there are: .*text.*; choose with --group"),
+        ({"folds": 2, "group": "patient"}, r"no column 'patient'; available columns: .*text.*; choose with --group"),
         ({"folds": 5, "group": "label"}, "--group makes 4 groups of rows, too few for 5 parts"),
-        ({"dev": "dev.jsonl", "group": "label"}, "which --dev replaces"),
-        ({"task": "mrpc", "glue": ".", "folds": 2}, "--folds: is for --train with --task classification, regression"),
-        ({"task": "squad2", "squad": ".", "folds": 2}, "--folds: is for --train with --task classification, regress"),
+        ({"dev": "dev.jsonl", "group": "label"}, "leave it out with --dev"),
+        ({"task": "mrpc", "glue": ".", "folds": 2}, "--folds is for --train with --task classification, regression"),
+        ({"task": "squad2", "squad": ".", "folds": 2}, "--folds is for --train with --task classification, regress"),
         ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),
     ],
 )
-def test_folds_that_cannot_be_are_refused(files, encoder_folder, tmp_path, more, message):
-    given = {"task": "classification"} | more
-    if given["task"] in ("classification", "question-answering"):
-        given["train"] = files(given["task"])
+def test_invalid_folds_are_refused(files, encoder_folder, tmp_path, more, message):
+    arguments = {"task": "classification"} | more
+    if arguments["task"] in ("classification", "question-answering"):
+        arguments["train"] = files(arguments["task"])
     with pytest.raises(InputError, match=message):
-        ef.finetune(encoder_folder, **given, out=tmp_path / "out", overrides=QUICK)
+        ef.finetune(encoder_folder, **arguments, out=tmp_path / "out", overrides=QUICK)
 
 
-def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
+def test_untrained_baseline_starts_from_random_weights(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
     out = shutil.copytree(finetuned[0], tmp_path / "out")
     begin = FinetuneStep.reset
     encoders = []
@@ -176,14 +177,14 @@ def test_an_untrained_twin_starts_from_random_weights(finetuned, encoder_folder,
 
     monkeypatch.setattr(FinetuneStep, "reset", watched)
     arguments = {"model": encoder_folder, "glue": glue_folder, "out": out, "seeds": 2, "overrides": QUICK}
-    found = ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"]
-    assert found["runs"] == finetuned[1]["sst2"]["runs"]
+    results = ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"]
+    assert results["runs"] == finetuned[1]["sst2"]["runs"]
     result = json.loads((out / "sst2/untrained/seed-0/result.json").read_text())
-    assert found["untrained"] == {"accuracy": result["accuracy"]}
+    assert results["untrained"] == {"accuracy": result["accuracy"]}
     (start,) = encoders
     shape = ef.load(out / "sst2/seed-0/model")._model.shape
     fresh = torch.nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
     initialize(fresh, "bert", 0)
     for name, parameter in fresh.named_parameters():
         assert start[name].equal(parameter), name
-    assert ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"] == found and len(encoders) == 1
+    assert ef.finetune(task="sst2", **arguments, untrained_twin=True)["sst2"] == results and len(encoders) == 1

@@ -1,1 +1,1 @@
-"""One HTML page about several runs: curves, configurations, evaluations, fine-tuning tables, samples and warnings."""
+"""One page about several runs: curves, configurations, evaluations, fine-tuning tables, samples and warnings."""

@@ -1,4 +1,4 @@
-"""The fixture that writes the files of these tests."""
+"""A fixture that writes files for the tests of readers."""
 
 import csv
 import json

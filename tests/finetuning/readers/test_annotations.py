@@ -1,4 +1,4 @@
-"""Exports of annotation tools: rows that were rejected or skipped, and tasks with their annotations."""
+"""Exports of annotation tools: rejected or skipped rows, and tasks with annotations."""
 
 import pytest
 from task_reading import read, refusal, tagged
@@ -28,7 +28,7 @@ def flat(*spans, cancelled):
     return {"text": TEXT, "label": [*spans], "was_cancelled": cancelled}
 
 
-KEPT = annotation(VALUE)
+ACCEPTED = annotation(VALUE)
 CANCELLED = annotation(VALUE, was_cancelled=True)
 
 
@@ -36,8 +36,8 @@ CANCELLED = annotation(VALUE, was_cancelled=True)
     "rows",
     [
         [prodigy("reject", SPAN), prodigy("accept", SPAN), prodigy("ignore"), prodigy("accept")],
-        [task(CANCELLED), task(KEPT), task(), task(annotation())],
-        [task(), task(KEPT, KEPT, CANCELLED), task(), task(annotation(ground_truth=True), KEPT)],
+        [task(CANCELLED), task(ACCEPTED), task(), task(annotation())],
+        [task(), task(ACCEPTED, ACCEPTED, CANCELLED), task(), task(annotation(ground_truth=True), ACCEPTED)],
         [flat(VALUE, cancelled=True), flat(VALUE, cancelled=False), flat(cancelled=True), flat(cancelled=False)],
     ],
 )
@@ -46,27 +46,27 @@ def test_rejected_rows_are_left_out(write, rows):
     data = read("tagging", path, path, path)
     assert tagged(data, data.train) == ["Ann/B-PER met/O Bob/O", "Ann/O met/O Bob/O"]
     assert data.train.ids == data.test[0].ids == ["1", "3"]
-    assert f"{path}: 2 of 4 rows are left out, which an annotator rejected or skipped" in data.notes
+    assert f"{path}: 2 of 4 rows, rejected or skipped by annotators, are left out" in data.notes
     assert [*iterate_tagging(path)] == [(TEXT, None)] * 4
 
 
-def test_annotations_that_differ(write):
-    path = write([task(KEPT), task(KEPT, annotation())])
+def test_differing_annotations_are_refused(write):
+    path = write([task(ACCEPTED), task(ACCEPTED, annotation())])
     assert "line 2: 2 annotations differ" in refusal(read, "tagging", path)
-    assert "an annotator rejected or skipped every row" in refusal(read, "tagging", write([task(), task()]))
-    train = write([task(KEPT)], "other.jsonl")
-    assert len(read("tagging", train, train, path).test[0].texts) == 2  # of which none is annotated yet
+    assert "annotators rejected or skipped every row" in refusal(read, "tagging", write([task(), task()]))
+    train = write([task(ACCEPTED)], "other.jsonl")
+    assert len(read("tagging", train, train, path).test[0].texts) == 2  # none annotated yet
 
 
-def test_rejected_rows_of_classification_are_left_out(write):
+def test_rejected_rows_of_a_classification_are_left_out(write):
     rows = [{"text": f"text {number}", "label": "AB"[number % 2], "answer": "accept"} for number in range(4)]
     path = write([*rows, {"text": "c", "label": "C", "answer": "reject"}, {"text": "d", "answer": "ignore"}])
     data = read("classification", path, test=path)
     assert data.task.labels == ("A", "B") and len(data.train.texts) == 4
-    assert f"{path}: 2 of 6 rows are left out, which an annotator rejected or skipped" in data.notes
+    assert f"{path}: 2 of 6 rows, rejected or skipped by annotators, are left out" in data.notes
 
 
-def test_answers_that_are_data_are_no_verdict(write):
+def test_answer_column_with_data_is_no_verdict(write):
     path = write([prodigy(answer, SPAN) for answer in ("reject", "42")])
     assert len(read("tagging", path).train.texts) == 2
     path = write([{"text": f"a {answer}", "label": answer, "answer": answer} for answer in ("reject", "accept")])

@@ -28,14 +28,14 @@ OFFICIAL = {
     "rte": ([*PAIR, "label"], None, PAIR),
     "wnli": ([*PAIR, "label"], None, PAIR),
 }
-# Columns of text in Hugging Face's exports, beside `label` and `idx`.
+# Text columns in Hugging Face's exports, in addition to `label` and `idx`.
 SENTENCES = ["sentence1", "sentence2"]
 EXPORTED = dict.fromkeys(OFFICIAL, SENTENCES) | dict.fromkeys(("cola", "sst2"), ["sentence"])
 EXPORTED |= {"qqp": ["question1", "question2"], "mnli": ["premise", "hypothesis"], "qnli": ["question", "sentence"]}
 LABEL_COLUMNS = ("label", "Quality", "is_duplicate", "score", "gold_label")
 ID_COLUMNS = ("index", "id", "idx")
 FOLDERS = dict(zip(OFFICIAL, "CoLA SST-2 MRPC STS-B QQP MNLI QNLI RTE WNLI".split(), strict=True))
-# The names of the labels in the order of their numbers, as the dataset cards of the Hub have them.
+# Class names in the order of their numbers on the Hub's dataset cards.
 NAMES = {
     "cola": ["unacceptable", "acceptable"],
     "sst2": ["negative", "positive"],
@@ -46,13 +46,13 @@ NAMES = {
     **dict.fromkeys(("qnli", "rte"), ["entailment", "not_entailment"]),
     "wnli": ["not_entailment", "entailment"],
 }
-# Labels as the official files write them.
+# Labels in the official files.
 WORDS = {"stsb": ["0.000", "4.750"], **{name: NAMES[name] for name in ("mnli", "qnli", "rte")}}
 METRICS = {"cola": "matthews", "stsb": "spearman"}
 
 
 def write(path, columns, labels, header=True, end="\n", mark=""):
-    """Rows whose cells are the column's name and the row's number, except for labels, and ids from 7."""
+    """Writes rows in which a cell is the column's name and the row's number, except for labels, and ids from 7."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [columns] if header else []
     for number, label in enumerate(labels):
@@ -64,7 +64,7 @@ def write(path, columns, labels, header=True, end="\n", mark=""):
 
 
 def write_task(folder, name, exported=False, **style):
-    """All files of a task."""
+    """Writes all files of a task."""
     train, dev, test = ([*EXPORTED[name], "label", "idx"],) * 3 if exported else OFFICIAL[name]
     labels = WORDS.get(name, ("0", "1"))
     write(folder / "train.tsv", train, labels, **style)
@@ -76,7 +76,7 @@ def write_task(folder, name, exported=False, **style):
 
 @pytest.mark.parametrize("name", OFFICIAL)
 @pytest.mark.parametrize("style", [{}, {"exported": True}, {"mark": "\ufeff", "end": "\r\n", "header": False}])
-def test_every_task_in_every_layout(tmp_path, name, style):
+def test_all_tasks_in_all_layouts(tmp_path, name, style):
     data = glue.read(name, write_task(tmp_path / FOLDERS[name], name, **style))
     texts = EXPORTED[name]
     if not style.get("exported"):
@@ -107,8 +107,8 @@ def write_shard(path, name, labels, names=(), first=0):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_in_the_hubs_parquet_and_words_mean_the_same(tmp_path, name):
-    """Numbers are in the order of the names in the file, else in the official one."""
+def test_integers_in_parquet_equal_words_in_tsv(tmp_path, name):
+    """Integers follow the order of names in the file, or else the official order."""
     names = NAMES[name][::-1]
     official = [0.0, 4.8] if name == "stsb" else [*range(len(names))]
     variants = ["_matched", "_mismatched"] if name == "mnli" else [""]
@@ -130,15 +130,14 @@ def test_numbers_in_the_hubs_parquet_and_words_mean_the_same(tmp_path, name):
     assert glue.read(name, folder).train.targets.tolist() == official
 
 
-def test_parts_and_columns_that_a_hub_folder_lacks(tmp_path):
+def test_missing_parts_and_columns_of_a_hub_folder(tmp_path):
     write_shard(tmp_path / "train-00000-of-00002.parquet", "rte", [0, 1])
-    assert "00000-of-00002.parquet: 1 of 2 parts are there" in refusal(
-        glue.read, "rte", tmp_path, error=FileNotFoundError
-    )
+    assert "00000-of-00002.parquet: only 1 of 2 parts" in refusal(glue.read, "rte", tmp_path, error=FileNotFoundError)
     write_shard(tmp_path / "train-00001-of-00002.parquet", "rte", [0, 2])
     write_shard(tmp_path / "validation.parquet", "rte", [0, 1])
-    assert "train-00001-of-00002.parquet: row 2: the label is '2'; it can be" in refusal(glue.read, "rte", tmp_path)
-    assert "no columns question and sentence; there are: sentence1, sentence2" in refusal(glue.read, "qnli", tmp_path)
+    assert "train-00001-of-00002.parquet: row 2: label = '2': must be one of" in refusal(glue.read, "rte", tmp_path)
+    message = "no columns question and sentence; available columns: sentence1, sentence2"
+    assert message in refusal(glue.read, "qnli", tmp_path)
 
 
 def test_labels_and_ids_of_a_test_file(tmp_path):
@@ -150,7 +149,7 @@ def test_labels_and_ids_of_a_test_file(tmp_path):
     assert (test.targets.tolist(), test.ids) == ([1, 0], ["0", "1"])
 
 
-def test_test_files_are_optional_but_train_and_dev_are_not(tmp_path):
+def test_only_test_files_are_optional(tmp_path):
     folder = write_task(tmp_path / "RTE", "rte")
     (folder / "test.tsv").unlink()
     assert glue.read("rte", folder).test == ()
@@ -158,14 +157,14 @@ def test_test_files_are_optional_but_train_and_dev_are_not(tmp_path):
     assert glue.read("rte", folder).dev[0].path.name == "validation.tsv"
     (folder / "validation.tsv").unlink()
     message = refusal(glue.read, "rte", folder, error=FileNotFoundError)
-    assert message.startswith(f"{folder}: holds neither dev.tsv nor validation.tsv")
+    assert message.startswith(f"{folder}: contains no dev.tsv or validation.tsv")
     (folder / "train.tsv").unlink()
     message = refusal(glue.read, "rte", tmp_path, error=FileNotFoundError)
-    assert message == f"{tmp_path}: no train.tsv or train*.parquet there, nor in a folder RTE"
+    assert message == f"{tmp_path}: no train.tsv or train*.parquet in this folder or in RTE/"
     assert "none: no such folder" in refusal(glue.read, "rte", tmp_path / "none", error=FileNotFoundError)
 
 
-def test_folders_of_tasks(tmp_path):
+def test_folders_of_tasks_are_found_by_name(tmp_path):
     for name, folder in (("sst2", "SST"), ("stsb", "sts-b"), ("cola", "CoLA"), ("wnli", "WNLI")):
         write_task(tmp_path / folder, name)
         assert glue.locate(name, tmp_path) == glue.locate(name, tmp_path / folder) == tmp_path / folder
@@ -182,19 +181,19 @@ def test_a_few_malformed_training_lines_are_left_out(tmp_path):
     train = write(folder / "train.tsv", OFFICIAL["qqp"][0], ["0", "1"] * 150)
     add_lines(train, "9\t9\t9\tcut off", "9\t9\t9\ta\tb\t", "9\t9\t9\ta\tb\t1\t\t")  # tabs at the end are ignored
     data = glue.read("qqp", folder)
-    assert data.notes == (f"{train}: 2 of 303 lines lack fields or a label, the first is line 302; they are left out",)
+    assert data.notes == (f"{train}: 2 of 303 lines lack fields or a label (first: line 302); they are left out",)
     assert len(data.train.texts) == len(data.train.targets) == 301
     add_lines(train, "", "x", "")
     assert refusal(glue.read, "qqp", folder).startswith(
-        f"{train}: 4 of 305 lines lack fields or a label, the first is line 302"
+        f"{train}: 4 of 305 lines lack fields or a label (first: line 302)"
     )
 
 
 RTE = "index\tsentence1\tsentence2\tlabel\n"
-SIMILARITY = "the label is {!r}; it can be a number from 0 to 5"
+SIMILARITY = "label = {!r}: must be a number from 0 to 5"
 
 
-def test_ids_without_a_column_of_them_count_malformed_lines(tmp_path):
+def test_numbered_ids_include_malformed_lines(tmp_path):
     folder = write_task(tmp_path, "cola")
     (folder / "train.tsv").write_text("short\n" + "".join(f"gj04\t{row % 2}\t\tword {row}\n" for row in range(150)))
     assert glue.read("cola", folder).train.ids == [str(row) for row in range(1, 151)]
@@ -203,9 +202,9 @@ def test_ids_without_a_column_of_them_count_malformed_lines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file", "content", "message"),
     [
-        ("rte", "train.tsv", RTE + "1\ta\tb\t0\n" * 2, "the label '0' in every example"),
-        ("rte", "train.tsv", RTE + "1\ta\tb\t-\n", "line 2: the label is '-'; it can be entailment, not_entailment, 0"),
-        ("cola", "train.tsv", "gj04\t2\t\ta\n", "line 1: the label is '2'; it can be 0, 1, unacceptable, acceptable"),
+        ("rte", "train.tsv", RTE + "1\ta\tb\t0\n" * 2, "every example has the label '0'"),
+        ("rte", "train.tsv", RTE + "1\ta\tb\t-\n", "line 2: label = '-': must be one of entailment, not_entailment, 0"),
+        ("cola", "train.tsv", "gj04\t2\t\ta\n", "line 1: label = '2': must be one of 0, 1, unacceptable, acceptable"),
         *(
             (
                 "stsb",
@@ -221,10 +220,10 @@ def test_ids_without_a_column_of_them_count_malformed_lines(tmp_path):
         ("rte", "test.tsv", "1\tcut off\n", "line 1: found 2 fields, expected 3"),
         ("rte", "dev.tsv", "", "empty"),
         ("rte", "dev.tsv", RTE, "no examples"),
-        ("rte", "dev.tsv", "sentence1\tsentence2\na\tb\n", "no label column; there are: sentence1, sentence2"),
+        ("rte", "dev.tsv", "sentence1\tsentence2\na\tb\n", "no label column; available columns: sentence1, sentence2"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path, name, file, content, message):
+def test_unusable_files_are_refused(tmp_path, name, file, content, message):
     folder = write_task(tmp_path, name)
     (folder / file).write_text(content)
     assert refusal(glue.read, name, folder).startswith(f"{folder / file}: {message}")
@@ -238,13 +237,13 @@ def test_examples_without_a_gold_label_are_left_out(tmp_path, file):
     data = glue.read("mnli", folder)
     split = data.train if file == "train.tsv" else data.dev[0]
     assert (split.targets.tolist(), split.ids) == ([1, 2], ["7", "9"])
-    assert data.notes == (f"{path}: 2 of 4 examples have no gold label: left out",)
+    assert data.notes == (f"{path}: 2 of 4 examples have no gold label and are left out",)
     write(path, columns, ["-"])
     assert refusal(glue.read, "mnli", folder) == f"{path}: no example has a gold label"
 
 
 @pytest.mark.parametrize("file", ["diagnostic/diagnostic.tsv", "AX.tsv", "MNLI/diagnostic.tsv", "ax/test.parquet"])
-def test_the_diagnostic_file_is_a_test_split(tmp_path, file):
+def test_diagnostic_file_is_a_test_split(tmp_path, file):
     write_task(tmp_path / "MNLI", "mnli")
     path = tmp_path / file
     if path.suffix == ".parquet":
@@ -257,7 +256,7 @@ def test_the_diagnostic_file_is_a_test_split(tmp_path, file):
         assert diagnostic.targets is None
 
 
-def test_mrpc_as_microsoft_distributes_it(tmp_path):
+def test_mrpc_in_microsofts_layout(tmp_path):
     folder = tmp_path / "MRPC"
     folder.mkdir()
     for part, first in (("train", 0), ("test", 10)):
@@ -271,10 +270,10 @@ def test_mrpc_as_microsoft_distributes_it(tmp_path):
     assert (data.test[0].name, data.test[0].targets.tolist()) == ("test", [0, 1, 0, 1])
     assert (data.train.ids, data.notes) == (["0", "1"], ())
     (folder / "dev_ids.tsv").write_text("99\t98\n")
-    assert refusal(glue.read, "mrpc", folder).startswith(f"{folder / 'dev_ids.tsv'}: lists none of the pairs in")
+    assert refusal(glue.read, "mrpc", folder).startswith(f"{folder / 'dev_ids.tsv'}: lists none of the pairs of")
     (folder / "dev_ids.tsv").unlink()
     data = glue.read("mrpc", folder)
-    assert data.notes == (f"{folder}: no dev_ids.tsv, so msr_paraphrase_test.txt is the dev split, too",)
+    assert data.notes == (f"{folder}: no dev_ids.tsv, so msr_paraphrase_test.txt is also the validation set",)
     assert (data.dev[0].name, data.dev[0].texts) == ("dev", data.test[0].texts)
     (folder / "msr_paraphrase_test.txt").unlink()
     assert "msr_paraphrase_test.txt: no such file" in refusal(glue.read, "mrpc", folder, error=FileNotFoundError)
@@ -289,14 +288,14 @@ def test_mrpc_as_microsoft_distributes_it(tmp_path):
         ("stsb", [-0.0, 1.23456], ["0.000", "1.235"]),
     ],
 )
-def test_submissions_hold_the_words_of_the_task_or_similarities(tmp_path, name, outputs, predictions):
+def test_submission_has_label_words_or_similarities(tmp_path, name, outputs, predictions):
     data = glue.read(name, write_task(tmp_path, name))
     glue.write_submission(tmp_path / "out.tsv", data.task, data.test[0], np.array(outputs))
     first, second = predictions
     assert (tmp_path / "out.tsv").read_text() == f"index\tprediction\n7\t{first}\n8\t{second}\n"
 
 
-def test_submissions_are_named_as_the_server_expects(tmp_path):
+def test_submission_names_for_the_server(tmp_path):
     write(tmp_path / "AX.tsv", PAIR, ["", ""])
     names = []
     for name, folder in FOLDERS.items():

@@ -1,4 +1,4 @@
-"""A Dataset, data frames, Arrow tables and lists of dicts hold the same examples as a file of their rows."""
+"""A Dataset, data frames, Arrow tables and lists of dicts are read like a file of their rows."""
 
 import numpy as np
 import pandas
@@ -52,19 +52,20 @@ def read(task, data, **options):
     return read_tasks(reader, files={"train": data}, columns=options)[0]
 
 
-def assert_same(found, expected):
-    assert found.task == expected.task and found.text_columns == expected.text_columns
-    for mine, theirs in ((found.train, expected.train), (found.dev[0], expected.dev[0])):
-        assert mine.texts == theirs.texts and mine.ids == theirs.ids
-        for own, other in zip(mine.targets, theirs.targets, strict=True):
-            np.testing.assert_array_equal(np.array(own), np.array(other))
+def assert_same(data, expected):
+    assert data.task == expected.task and data.text_columns == expected.text_columns
+    for split, expected_split in ((data.train, expected.train), (data.dev[0], expected.dev[0])):
+        assert split.texts == expected_split.texts and split.ids == expected_split.ids
+        for target, expected_target in zip(split.targets, expected_split.targets, strict=True):
+            np.testing.assert_array_equal(np.array(target), np.array(expected_target))
 
 
 class Frame:
-    """What a polars frame offers: Arrow's interface, with texts as views."""
+    """Has the interface of a polars frame: Arrow's, with texts as views."""
 
     def __init__(self, table):
-        views = [pa.field(each.name, pa.string_view()) if each.type == pa.string() else each for each in table.schema]
+        view = pa.string_view()
+        views = [pa.field(field.name, view) if field.type == pa.string() else field for field in table.schema]
         self.table = table.cast(pa.schema(views))
         self.columns = table.column_names
 
@@ -73,9 +74,9 @@ class Frame:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_tables_in_memory_are_read_as_a_file_of_their_rows(task, write):
+def test_table_in_memory_is_read_like_a_file(task, write):
     rows = [*rows_of(task)]
-    if task == "tagging":  # only a Dataset and its files have names of numbers
+    if task == "tagging":  # only a Dataset and its files have class names for integers
         rows = [row | {"ner_tags": named(row["ner_tags"], TAGS)} for row in rows]
     expected = read(task, write(rows, "rows.parquet"))
     frame = pandas.DataFrame(rows, index=np.arange(len(rows)) * 2)
@@ -87,7 +88,7 @@ def test_tables_in_memory_are_read_as_a_file_of_their_rows(task, write):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_a_dataset_is_read_as_its_files(task, tmp_path):
+def test_dataset_is_read_like_its_files(task, tmp_path):
     import datasets
 
     features = features_of(task, datasets)
@@ -97,7 +98,7 @@ def test_a_dataset_is_read_as_its_files(task, tmp_path):
     dataset.save_to_disk(tmp_path / "saved")
     expected = read(task, tmp_path / "rows.parquet")
     if task == "classification":
-        assert expected.task.labels == ("zero", "many")  # in the order of their numbers, without one that is absent
+        assert expected.task.labels == ("zero", "many")  # in the order of their numbers, without the absent one
     assert_same(read(task, MemoryTable.of("train", dataset)), expected)
     assert_same(read(task, tmp_path / "saved"), expected)
     if task in ("classification", "multi-label", "tagging"):
@@ -109,7 +110,7 @@ def test_a_dataset_is_read_as_its_files(task, tmp_path):
 
 
 @pytest.mark.slow
-def test_datasets_that_are_no_table_are_refused():
+def test_dataset_without_a_table_is_refused():
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": ["a"]})
@@ -122,14 +123,14 @@ def test_datasets_that_are_no_table_are_refused():
             read("classification", MemoryTable.of("train", data))
 
 
-def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
+def test_finetune_and_predict_with_a_frame(encoder_folder, tmp_path):
     frame = pandas.DataFrame(sentences(40), columns=["body", "label"])
     out = tmp_path / "out"
     options = {"text": "body", "model": encoder_folder, "overrides": QUICK, "dev": frame[:8]}
     first = ef.finetune(task="classification", train=frame, out=out, **options)
     again = ef.finetune(task="classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]
-    assert first["classification"]["runs"][0]["warning"].startswith("dev: the texts of all 8 validation")
+    assert first["classification"]["runs"][0]["warning"].startswith("dev: all 8 dev examples have a text that is in")
     model = ef.load(out / "classification/seed-0/model", precision="fp32")
     expected = model.predict(frame["body"])
     for examples in (frame, pa.table(frame[["body"]]), frame.to_dict("records")):
@@ -138,10 +139,10 @@ def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
     np.testing.assert_array_equal(model.outputs(renamed, text="other"), model.outputs(frame))
     assert model.predict(frame[:0]) == []
     for examples, message in (
-        (renamed, "examples: no text column 'body', as in training; there are: other, label; choose with --text"),
-        ([{"body": "a"}, {"body": 3}], "examples: row 2: 'body' is 3, not text"),
-        ([{"body": "a"}, {"body": "\ud83d"}], "examples: row 2: half of a surrogate pair, which is not text"),
-        (["a", "b \ud83d"], "example 1: half of a surrogate pair, which is not text"),
+        (renamed, "examples: no text column 'body', as in training; available columns: other, label; choose"),
+        ([{"body": "a"}, {"body": 3}], "examples: row 2: body = 3: must be text"),
+        ([{"body": "a"}, {"body": "\ud83d"}], "examples: row 2: unpaired surrogate, which is not text"),
+        (["a", "b \ud83d"], "example 1: unpaired surrogate, which is not text"),
     ):
         with refused(message):
             model.predict(examples)
@@ -152,21 +153,21 @@ def test_a_frame_is_trained_on_resumed_and_predicted(encoder_folder, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: pandas.DataFrame({"text": ["a", 1], "label": ["x", "y"]}), "train: row 2: 'text' is 1, not text"),
+        (lambda: pandas.DataFrame({"text": ["a", 1], "label": ["x", "y"]}), "train: row 2: text = 1: must be text"),
         (lambda: pandas.DataFrame([["a", 1, 2]], columns=["text", "n", "n"]), "two columns are named 'n'"),
         (lambda: pandas.DataFrame([["a", 1, 2]], columns=["text", 3, "3"]), "two columns are named '3'"),
-        (lambda: pandas.DataFrame({"text": pandas.Series(["a \udc00"], dtype=object)}), r"train: 'a \udc00' has half"),
+        (lambda: pandas.DataFrame({"text": pandas.Series(["a \udc00"], dtype=object)}), r"'a \udc00' has an unpaired"),
         (list, "train: no rows"),
         (lambda: [{"text": "a", "label": 1}, 3], "train: row 2: not a JSON object: 3"),
-        (lambda: [{"text": "a"}], "train: no label column; there are: text; choose with --label"),
+        (lambda: [{"text": "a"}], "train: no label column; available columns: text; choose with --label"),
     ],
 )
-def test_what_is_no_table_is_refused(make, message, encoder_folder, tmp_path):
+def test_data_without_a_table_is_refused(make, message, encoder_folder, tmp_path):
     with refused(message):
         ef.finetune(encoder_folder, task="classification", train=make(), out=tmp_path / "out")
 
 
-def test_a_frame_of_spans_in_lists():
+def test_spans_in_a_frame():
     rows = [{"text": "Ann met Bob", "spans": [[0, 3, "X"]], "n": None}, {"text": "so it is", "spans": [], "n": 1.0}]
     table = MemoryTable.of("train", pandas.DataFrame(rows))
     (data,) = read_tasks("tagging", files={"train": table, "dev": table})
@@ -174,7 +175,7 @@ def test_a_frame_of_spans_in_lists():
     assert data.train.columns == [{"n": None}, {"n": 1.0}]
 
 
-def test_a_table_in_memory_opens_no_file_of_its_name(tmp_path, monkeypatch):
+def test_table_in_memory_is_not_opened_as_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()
     table = MemoryTable.of("train", [{"text": f"a {number}", "label": "bd"[number % 2]} for number in range(8)])

@@ -1,4 +1,4 @@
-"""Questions from SQuAD's files and from a user's own: what they hold, what is left out, and what is refused."""
+"""Questions from SQuAD's files and from a user's files: forms of answers, omitted and unusable questions."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def test_squad_1(write, tmp_path):
     assert [(split.name, split.ids) for split in data.dev] == [("dev", ["c"])]
     path = write(squad(asked("a", BLUE), asked("b"), version="1.1"), "dev.json")
     place = f"{path}: data[0].paragraphs[0].qas[1], id 'b'"
-    assert refusal(read_squad, "squad1", tmp_path).startswith(f"{place}: no answer, but in SQuAD 1.1 every question")
+    assert refusal(read_squad, "squad1", tmp_path).startswith(f"{place}: no answer, but every question in SQuAD 1.1")
 
 
 def test_squad_2(write, tmp_path):
@@ -80,9 +80,9 @@ def test_squad_2(write, tmp_path):
     assert [(split.name, split.ids, split.targets) for split in data.test] == [("test", ["x"], None)]
 
 
-def test_both_versions_side_by_side(write_squad, tmp_path):
+def test_folder_with_both_versions(write_squad, tmp_path):
     write_squad(asked("1, field", BLUE), name="{}-a.json", version="1.1")
-    write_squad(asked("2, field", BLUE), name="{}-b-v1.json", version="v2.0")  # the field counts before the name
+    write_squad(asked("2, field", BLUE), name="{}-b-v1.json", version="v2.0")  # the field has precedence
     write_squad(asked("1, name", BLUE, is_impossible=False), name="{}-c-v1.1.json")
     write_squad(asked("2, name", BLUE), name="{}-d-V2.0.json", version="2020 edition")
     write_squad(asked("1, neither", BLUE), name="{}-e.json")
@@ -91,18 +91,18 @@ def test_both_versions_side_by_side(write_squad, tmp_path):
     assert read_squad("squad2", tmp_path).train.ids == ["2, field", "2, name", "2, impossible"]
 
 
-def test_parts_are_joined_in_the_order_of_their_names(write, write_squad, tmp_path):
+def test_parts_are_joined_in_alphabetical_order(write, write_squad, tmp_path):
     write_squad(asked("c", BLUE))
     for part in "ba":
         write(squad(asked(part, BLUE)), f"train-{part}.json")
     assert read_squad("squad1", tmp_path).train.ids == ["a", "b", "c"]
     again = write(squad(asked("b", BLUE)), "train-d.json")
     place = f"{again}: data[0].paragraphs[0].qas[0], id 'b'"
-    assert refusal(read_squad, "squad1", tmp_path).startswith(f"{place}: a second question with the id 'b'")
+    assert refusal(read_squad, "squad1", tmp_path).startswith(f"{place}: id = 'b': must be unique")
 
 
 @pytest.mark.parametrize(("name", "folder"), [("squad2", "SQuAD"), ("squad2", "squad-v2.0"), ("squad1", "squadv1")])
-def test_folders_by_their_usual_names(write, write_squad, tmp_path, name, folder):
+def test_usual_names_of_folders(write, write_squad, tmp_path, name, folder):
     write(b"not read", "squadv2/train.json" if name == "squad1" else "SQuAD1.1/train.json")
     write_squad(name=folder + "/{}.json", version=name[-1])
     assert read_squad(name, tmp_path).train.ids == read_squad(name, tmp_path / folder).train.ids == ["a"]
@@ -115,7 +115,7 @@ def test_missing_files(write_squad, tmp_path):
 
     assert lacks(read_squad, "squad1", tmp_path / "x") == f"{tmp_path / 'x'}: no such folder"
     write_squad()
-    message = f"{tmp_path}: no train*.json of squad2 there, nor in a folder squad or squad2"
+    message = f"{tmp_path}: no train*.json of squad2 in this folder or in squad/ or squad2/"
     assert lacks(read_squad, "squad2", tmp_path) == message
     (tmp_path / "dev.json").unlink()
     assert lacks(read_squad, "squad1", tmp_path) == f"{tmp_path}: no dev*.json or validation*.json of squad1"
@@ -139,7 +139,7 @@ def test_missing_files(write_squad, tmp_path):
         ("", []),
         (None, []),
         ("is", [("is", 8)]),
-        ("BLUE.\nGrass", [("blue. Grass", 11)]),  # as the context has it
+        ("BLUE.\nGrass", [("blue. Grass", 11)]),  # as spelled in the context
         (" green", [(" green", 25)]),
     ],
 )
@@ -149,7 +149,7 @@ def test_forms_of_answers(write, answers, expected):
     assert data.task.has_unanswerable == (not expected)
 
 
-def test_ids_and_texts_are_left_as_they_are(write):
+def test_ids_and_texts_are_unchanged(write):
     context = "\u2028 Ä\u00a0b \r\n c "
     rows = [{"question": " ?\t", "context": context, "answers": ["b \r\n c "], "id": id} for id in (None, "x")]
     path = write([*rows, row("blue")])
@@ -159,7 +159,7 @@ def test_ids_and_texts_are_left_as_they_are(write):
     assert data.train.ids == [id for id, _, _ in streamed(path)] == ["0", "x", "2"]
 
 
-def test_columns_and_quotes_as_asked(write):
+def test_options_for_columns_and_quotes(write):
     path = write([row("no", q="?", passage=CONTEXT, gold="blue", question="no", context="no")])
     data = read(path, text=("q", "passage"), label=("gold",))
     assert (data.train.texts, answers_of(data.train)) == ([("?", CONTEXT)], [(BLUE,)])
@@ -170,7 +170,7 @@ def test_columns_and_quotes_as_asked(write):
     assert streamed(path, quoting="csv") == [("0", 'a "b"?', "x y")]
 
 
-def test_a_test_file_may_lack_answers(write):
+def test_test_file_without_answers(write):
     train = write([row("blue")])
     for content in ({"question": "?", "context": "x"}, row(None)):
         (test,) = read(train, test=write([content], "test.jsonl")).test
@@ -179,39 +179,37 @@ def test_a_test_file_may_lack_answers(write):
     assert answers_of(test) == [(BLUE,), ()]
 
 
-def test_questions_are_read_in_a_stream(write):
+def test_questions_are_streamed(write):
     questions = iterate_questions(write('{"question": "?", "context": "x"}\nnot JSON\n', "train.jsonl"))
     assert next(questions) == ("0", "?", "x")
     assert "line 2: not a JSON object" in refusal(next, questions)
 
 
-def test_whole_contexts_are_set_aside(write):
+def test_validation_set_has_whole_contexts(write):
     path = write([row("blue", id=id, context=f"{id % 20} {CONTEXT}") for id in range(60)])
     data, other = (read_divided("question-answering", path, dev_fraction=0.25, seed=seed) for seed in (3, 4))
     train, dev = ({context for _, context in split.texts} for split in (data.train, data.dev[0]))
     assert (len(train), len(dev), train & dev) == (15, 5, set())
     assert sorted(map(int, data.train.ids + data.dev[0].ids)) == list(range(60))
     (note,) = data.notes
-    assert note.startswith(
-        f"{path}: 5 of 20 contexts, with 15 of 60 questions, are set aside as the dev split (seed 3)"
-    )
+    assert note.startswith(f"{path}: 5 of 20 contexts, with 15 of 60 questions, become the validation set (seed 3)")
     assert other.dev[0].ids != data.dev[0].ids
     for fraction, num_dev in ((0.001, 1), (0.999, 19)):  # neither split is empty
         data = read_divided("question-answering", path, dev_fraction=fraction)
         assert len(data.dev[0].ids) == 3 * num_dev
 
 
-def test_answers_that_are_not_in_the_text(write):
+def test_answers_outside_their_context_are_not_trained(write):
     wrong = annotated("red", 4)
     right = annotated(*GREEN)
     answers = {"a": [wrong, right], "b": [wrong, wrong], "c": "red", "d": None}
-    path = write([row("blue", id=id) for id in range(40)] + [row(own, id=id) for id, own in answers.items()])
+    path = write([row("blue", id=id) for id in range(40)] + [row(items, id=id) for id, items in answers.items()])
     data = read(path, test=path)
     assert data.notes[0].startswith(
-        f"{path}: 4 answers are not in their context, even in other case or spacing, the fi"
+        f"{path}: 4 answers are not in their context, even ignoring case and spacing (first: "
     )
-    assert "the first in question 'a'" in data.notes[0] and "2 of 44 questions" in data.notes[0]
-    lost = (f"{path}: 2 {name} questions have no answer that is in their context" for name in ("dev", "test"))
+    assert "(first: question 'a')" in data.notes[0] and "2 of 44 questions" in data.notes[0]
+    lost = (f"{path}: 2 {name} questions have no answer in their context" for name in ("dev", "test"))
     assert data.notes[1:] == (*lost,)
     assert (data.train.ids[-2:], answers_of(data.train)[-2:]) == (["a", "d"], [(GREEN,), ()])
     wrong = Answer("red", -1)
@@ -219,7 +217,7 @@ def test_answers_that_are_not_in_the_text(write):
         assert answers_of(split)[-4:] == [(wrong, GREEN), (wrong, wrong), (wrong,), ()]
 
 
-def test_a_file_whose_answers_are_not_in_its_contexts_is_refused(write):
+def test_file_with_many_lost_answers_is_refused(write):
     good = write([row("blue")], "good.jsonl")
     path = write([row("blue")] * 20 + [row(annotated("red", 3)), row(["a rose", "red"])])
     message = refusal(read, path, good)
@@ -230,7 +228,7 @@ def test_a_file_whose_answers_are_not_in_its_contexts_is_refused(write):
     assert data.notes[0].startswith("2 bad rows are left out: ")
 
 
-NEST = f"nest them as SQuAD does: {EXPECTED}"
+CHOOSE = f"choose with --text, or nest objects as in SQuAD: {EXPECTED}"
 
 
 @pytest.mark.parametrize(
@@ -240,73 +238,74 @@ NEST = f"nest them as SQuAD does: {EXPECTED}"
         (b'{"question": 1}\n5\n', "line 2: not a JSON object: 5"),
         (b'{"question": 1}\n{"a\n', "line 2: not a JSON object: Unterminated string starting at"),
         ([["?", "x"]], f"neither a list of objects nor SQuAD's JSON, {EXPECTED}"),
-        ({"questions": []}, f"no 'question' and no 'context'; there are: questions; choose with --text, or {NEST}"),
+        ({"questions": []}, f"neither 'question' nor 'context'; available columns: questions; {CHOOSE}"),
         ({"data": [{"paragraphs": [{"qas": 5}]}]}, "data[0].paragraphs[0].qas is not a list of objects"),
         ({"data": []}, "no questions"),
         (b'{"data": "\xff"}', "line 1: not UTF-8 at byte 10"),
-        (b'{"data": "\\uD83D"}', "not JSON: half of a surrogate pair"),
+        (b'{"data": "\\uD83D"}', "not JSON: unpaired surrogate"),
         (squad(asked("a"), context=" \n\u00a0"), "data[0].paragraphs[0].qas[0], id 'a': the context is empty"),
-        (squad({"id": 1}), "data[0].paragraphs[0].qas[0], id 1: no 'question'; there are: id; choose with --text"),
+        (squad({"id": 1}), "data[0].paragraphs[0].qas[0], id 1: no 'question'; available columns: id; choose"),
     ],
 )
-def test_json_unlike_squad(write, content, message):
+def test_unusable_json_is_refused(write, content, message):
     good = write([row("blue")])
     path = write(content, "train.json")
-    found = refusal(read, good, path)
-    assert found.startswith(f"{path}: {message}") and refusal(streamed, path) == found
+    text = refusal(read, good, path)
+    assert text.startswith(f"{path}: {message}") and refusal(streamed, path) == text
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": 5}, "'question' is 5, not text"),
-        ({"context": None}, "'context' is null, not text"),
+        ({"question": 5}, "question = 5: must be text"),
+        ({"context": None}, "context = null: must be text"),
         ({"context": " ", "id": 3}, "the context is empty"),
-        ({"id": [1]}, "the id is [1]"),
-        ({"id": "x"}, "a second question with the id 'x'"),
-        ({"answers": [annotated("blue", "x")]}, "answer_start is 'x'"),
-        ({"answers": [annotated("blue", 11.5)]}, "answer_start is 11.5"),
-        ({"answers": [annotated("blue", True)]}, "answer_start is True"),
+        ({"id": [1]}, "id = [1]: must be text or an integer"),
+        ({"id": "x"}, "id = 'x': must be unique"),
+        ({"answers": [annotated("blue", "x")]}, "answer_start = 'x'"),
+        ({"answers": [annotated("blue", 11.5)]}, "answer_start = 11.5"),
+        ({"answers": [annotated("blue", True)]}, "answer_start = True"),
         ({"answers": [{"answer_start": 1}]}, "the text of an answer is missing"),
         ({"answers": 5}, "the text of an answer is 5"),
-        ({"answers": annotated(["blue"], [])}, "answer_start is []; it must be a list of 1, as text is"),
-        ({"answers": annotated(["blue"], 11)}, "answer_start is 11; it must be a list of 1, as text is"),
-        ({"is_impossible": True}, "is_impossible is true, but there is the answer 'blue'"),
-        ({"is_impossible": "false", "answers": []}, "is_impossible is false, but there is no answer"),
-        ({"is_impossible": "maybe"}, "is_impossible is 'maybe'"),
-        ({"answers": annotated("blue", 11) | {"answer_end": 19}}, "the answer 'blue' at answer_start 11 does not end"),
-        ({"answers": annotated("blue", 11) | {"length": 2}}, "the answer 'blue' at answer_start 11 does not end at 13"),
+        ({"answers": annotated(["blue"], [])}, "answer_start = []: must be a list of 1 items"),
+        ({"answers": annotated(["blue"], 11)}, "answer_start = 11: must be a list of 1 items"),
+        ({"is_impossible": True}, "is_impossible is true, but the question has the answer 'blue'"),
+        ({"is_impossible": "false", "answers": []}, "is_impossible is false, but the question has no answer"),
+        ({"is_impossible": "maybe"}, "is_impossible = 'maybe'"),
+        ({"answers": annotated("blue", 11) | {"answer_end": 19}}, "the answer 'blue' at answer_start = 11 does not"),
+        ({"answers": annotated("blue", 11) | {"length": 2}}, "the answer 'blue' at answer_start = 11 does not end at"),
     ],
 )
-def test_rows_that_cannot_be_used(write, change, message):
+def test_unusable_rows_are_refused_or_skipped(write, change, message):
     good = write([row("blue")], "good.jsonl")
     path = write([row("blue", id="x"), row("blue") | change])
-    found = refusal(read, path, good)
+    text = refusal(read, path, good)
     id = f", id {change['id']!r}" if isinstance(change.get("id"), int | str) else ""
-    assert found.startswith(f"{path}: line 2{id}: {message}")
+    assert text.startswith(f"{path}: line 2{id}: {message}")
     if "answers" not in change and "is_impossible" not in change:
-        assert refusal(streamed, path) == found
+        assert refusal(streamed, path) == text
     data = read(path, good, skip_bad_rows=1)
-    assert data.train.ids == ["x"] and data.notes[0] == f"1 bad row is left out: {found}"
+    assert data.train.ids == ["x"] and data.notes[0] == f"1 bad row is left out: {text}"
 
 
-def test_columns_and_options_that_cannot_be_used(write):
+def test_unusable_columns_and_options_are_refused(write):
     good = write([row("blue")])
     path = write([{"question": "?", "passage": "x"}], "other.jsonl")
-    there_are = "there are: question, passage; choose with"
-    message = f"{path}: line 1: no 'context'; {there_are} --text"
+    available = "available columns: question, passage; choose with"
+    message = f"{path}: line 1: no 'context'; {available} --text"
     assert refusal(streamed, path) == refusal(read, good, test=path) == message
-    message = f"{path}: no column 'answers' or 'answer' or 'answer_text'; {there_are} --label"
+    message = f"{path}: no column 'answers' or 'answer' or 'answer_text'; {available} --label"
     assert refusal(read, path) == refusal(read, good, dev=path) == message
-    assert refusal(read, path, label=("gold",)) == f"{path}: no column 'gold'; {there_are} --label"
+    assert refusal(read, path, label=("gold",)) == f"{path}: no column 'gold'; {available} --label"
     message = refusal(read, good, text=("question",))
-    assert message.startswith("--text names 1 columns (question)")
+    assert message.startswith("--text = question: must be two columns, question and context, got 1")
     assert message == refusal(streamed, good, text=("question",))
-    assert refusal(read, good, label=("a", "b")).startswith("--label names 2 columns (a, b)")
+    assert refusal(read, good, label=("a", "b")).startswith("--label = a,b: must be one column")
     assert refusal(read, good, dev_fraction=1).startswith("dev_fraction is 1;")
     assert "all questions have the same context" in refusal(read_divided, "question-answering", good)
     path = write([row(None), row([])], "other.jsonl")
-    assert refusal(read, path) == refusal(read, good, dev=path) == f"{path}: no question has an answer"
+    message = f"{path}: no question has an answer; choose the column with --label"
+    assert refusal(read, path) == refusal(read, good, dev=path) == message
 
 
 QUESTION = {"id": "a", "question": "?", "answers": [annotated(*BLUE)]}
@@ -340,7 +339,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_other_tools_files(write, name):
+def test_formats_of_other_tools(write, name):
     file, content = FILES[name]
     path = write(content, file)
     assert streamed(path) == [("a", "?", CONTEXT)]
@@ -349,9 +348,9 @@ def test_other_tools_files(write, name):
     assert data.notes == ()
 
 
-def test_answers_of_other_tools_that_are_not_whole_or_not_detected(write):
+def test_abbreviated_and_undetected_answers_of_other_tools(write):
     path = write(CELL + "\"{'text': array(['blue', ..., 'red'], dtype=object)}\"", "x.csv")
-    assert "cannot be read (its middle is left out)" in refusal(read, path)
+    assert "cannot be read (its middle is abbreviated)" in refusal(read, path)
     data = read(write([{"header": {}}, {"context": CONTEXT, "qas": [DETECTED | {"answers": ["Blue", "azure"]}]}]))
     assert answers_of(data.dev[0]) == [(BLUE, BLUE, ("azure", -1))]
 
@@ -377,15 +376,15 @@ def test_offsets_in_other_units_are_converted(write, unit, offset, end):
     path = write(rows)
     data = read(path, write([row("blue")], "dev.jsonl"))
     assert answers_of(data.train) == [(answer,) for answer in answers]
-    assert data.notes == (f"{path}: answer_start counts {unit}, as the texts of the answers show; converted",)
+    assert data.notes == (f"{path}: answer_start counts {unit}, judging by the answers; converted to characters",)
 
 
 @pytest.mark.parametrize(
     ("context", "text", "start", "expected"),
     [
-        (CONTEXT, "green", 20, GREEN),  # the only one
-        (CONTEXT, "is", 7, ("is", 8)),  # the nearest
-        (CONTEXT, "is", 15, ("is", -1)),  # which of them?
+        (CONTEXT, "green", 20, GREEN),  # the only occurrence
+        (CONTEXT, "is", 7, ("is", 8)),  # the nearest occurrence
+        (CONTEXT, "is", 15, ("is", -1)),  # ambiguous
         (CONTEXT, "GRASS  is", 16, ("Grass is", 17)),
         ("Im Cafe\u0301\u00a0Rhein", "Café Rhein", 0, ("Cafe\u0301\u00a0Rhein", 3)),
         ("ﾃﾚﾋﾞと㍿", "テレビ", 5, ("ﾃﾚﾋﾞ", 0)),
@@ -393,14 +392,14 @@ def test_offsets_in_other_units_are_converted(write, unit, offset, end):
         (CONTEXT, "blue", 99, BLUE),
     ],
 )
-def test_answers_elsewhere_than_at_their_offset(write, context, text, start, expected):
+def test_wrong_offsets_of_answers_are_corrected(write, context, text, start, expected):
     path = write([row("blue")] * 30 + [row(annotated(text, start), context=context)])
     data = read(path, write([row("blue")], "dev.jsonl"))
     assert answers_of(data.train)[30:] == ([] if expected[1] < 0 else [(expected,)])
-    assert len(data.notes) == 1 and "the first in question '30'" in data.notes[0]
-    assert ("left out" if expected[1] < 0 else "taken where they are") in data.notes[0]
+    assert len(data.notes) == 1 and "(first: question '30')" in data.notes[0]
+    assert ("left out" if expected[1] < 0 else "their real places are used") in data.notes[0]
 
 
-def test_scores_by_characters_are_announced(write):
+def test_scores_of_characters_are_noted(write):
     (note,) = read(write([row("青", context="空は青い。"), row("blue")])).notes
-    assert "compare characters, as CMRC 2018 does" in note and "in 1 of 2 dev" in note
+    assert "compare characters, as in CMRC 2018" in note and "1 of 2 dev" in note

@@ -1,4 +1,4 @@
-"""Tables from files and pipes of every format: what they hold, and where they are damaged."""
+"""Tables from files and pipes of all formats: their rows, and errors for damaged files."""
 
 import csv
 import gzip
@@ -31,7 +31,7 @@ def rows_of(path, columns=(), **options):
 
 
 def read_table(path, columns=(), bad_rows=None, quoting="auto"):
-    """A file's table, open until after its last row, and the rows."""
+    """Returns a file's table, open until after its last row, and the rows."""
     with open_table(path, quoting=quoting) as table:
         return table, table.load(columns, bad_rows or BadRows())
 
@@ -52,12 +52,12 @@ def layout_notes(path, quoting="auto"):
     [("tsv", "line 4"), ("csv", "line 4"), ("jsonl", "line 3"), ("json", "record 3"), ("parquet", "row 3")]
     + [("TSV", "line 4"), ("ndjson", "line 3"), ("feather", "row 3")],
 )
-def test_every_format_holds_the_same_table(write, extension, place):
+def test_all_formats_give_the_same_table(write, extension, place):
     texts = ["plain", "a, b", 'say "hi"', "", "naïve \u2028 text", "last"]
     rows = [{"text": text, "label": str(len(text))} for text in texts]
     path = write(rows, f"data.{extension}")
-    table, found = read_table(path, ("label", "text"))
-    assert (found, table.place(2)) == (rows, f"{path}: {place}")
+    table, loaded = read_table(path, ("label", "text"))
+    assert (loaded, table.place(2)) == (rows, f"{path}: {place}")
     assert column_names(path) == ("text", "label")
 
 
@@ -79,10 +79,10 @@ def test_every_format_holds_the_same_table(write, extension, place):
         ("a.jsonl", '\n \n{"a": "1"}\n\r\n\n{"a": "3"}\n', "auto", [(3, "1"), (6, "3")]),
     ],
 )
-def test_cells_by_line(write, name, content, quoting, rows):
+def test_cells_and_lines_of_text_formats(write, name, content, quoting, rows):
     path = write(content, name)
     assert [(line, *row.values()) for line, row in iterate_rows(path, quoting=quoting)] == rows
-    assert any("read as lines of fastText" in note for note in layout_notes(path)) == ("__label__" in content)
+    assert any("read in fastText's format" in note for note in layout_notes(path)) == ("__label__" in content)
 
 
 def test_pairs_of_spacy(write):
@@ -93,7 +93,7 @@ def test_pairs_of_spacy(write):
 
 
 def spark_cell(text):
-    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    escaped = re.sub(r'(\\*)("|$)', lambda match: 2 * match[1] + (match[2] and '\\"'), text)
     return f'"{escaped}"' if re.search(r'["\\,\n]', text) else text
 
 
@@ -110,14 +110,14 @@ def test_quotes_after_a_backslash(write):
     ("cells", "number"),
     [(['"""a"" b"', "c"], 1), (['"a"', '"b ""c"""'], 2), (['"a"', 'b "c"'], 0), (['"a" and "b"'], 0), (['"'], 0)],
 )
-def test_quotes_that_may_enclose_the_cells_of_a_tsv_file_are_noted(write, cells, number):
+def test_quotes_around_tsv_cells_are_noted(write, cells, number):
     path = write("text\tlabel\n" + "".join(f"{cell}\t1\n" for cell in cells), "data.tsv")
-    note = f"{path}: quotes are part of {number:,} cells, all as if they enclosed them; add --quoting csv if so"
+    note = f"{path}: quotes around {number:,} cells are read as text; if they only enclose cells, add --quoting csv"
     assert list(layout_notes(path)) == [note] * (number > 0)
     assert layout_notes(path, "none") == layout_notes(path, "csv") == ()
 
 
-def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
+def test_long_cells_do_not_change_the_csv_modules_limit(write):
     limit = csv.field_size_limit()
     text = "x" * 300_000
     rows = iterate_rows(write("text\n" + f'"{text}"\n' * 3, "data.csv"))
@@ -135,13 +135,13 @@ def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
         ("a.json", "", "no rows"),
         ("a.json", '[{"a": 1},]', "not JSON: Expecting value: line 1 column 11"),
         ("a.json", '[["x", 1]]', "record 1: not a JSON object: ['x', 1]"),
-        ("a.json", "3", "not a table but 3; it must be a list of objects"),
-        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "has several lists of records, train, dev"),
-        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "may hold rows or columns by name"),
+        ("a.json", "3", "must be a list of objects, got 3"),
+        ("a.json", '{"train": [{"a": 1}], "dev": [{"a": 2}]}', "several lists of records (train, dev); write"),
+        ("a.json", '{"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}', "its keys may be rows or columns"),
         ("a.tsv", "a\tb\ta\n1\t2\t3\n", "two columns are named 'a'"),
         ("a.tsv", "a\tb\n1\t2\n1\n", "line 3: found 1 fields, expected 2"),
-        ("a.csv", "a,b;c\n1,2;3\n", "line 1: comma or semicolon may separate the cells; choose with --delim"),
-        ("a.csv", "a;b\n1;2\n3\n", "line 3: found 1 fields, expected 2 as in the header; semicolons separate"),
+        ("a.csv", "a,b;c\n1,2;3\n", "line 1: the delimiter may be comma or semicolon; choose it with --delim"),
+        ("a.csv", "a;b\n1;2\n3\n", "line 3: found 1 fields, expected 2 as in the header; the cells of the first line"),
         ("a.csv", "a,b\n1\r2,3\n", "line 2: a carriage return within a cell"),
         ("a.csv", "PK\x03\x04", "not text but a spreadsheet or another zip archive"),
         ("a.tsv", 'a\tb\n"1\t1"\t2\n', "line 2: found 3 fields, expected 2 as in the header; if quotes enclose cells"),
@@ -150,29 +150,29 @@ def test_long_cells_leave_the_field_limit_of_the_csv_module_alone(write):
         ("a.csv", 'a,b\n1,2\n"x"y,5\n', "line 3: bad quote in the record that begins here"),
         ("a.csv", 'text,label\n"a \\"b\\", c",1\n', "line 2: bad quote in the record that begins here"),
         ("a.tsv", b"a\tb\nx\ty\nz\xff\t1\n", "line 3: not UTF-8 at byte 9"),
-        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: has NUL bytes, as UTF-16 without a byte order"),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: NUL bytes, as in UTF-16"),
         ("a.tsv", "a\tb\n1\t2\n".encode("utf-16")[:-1], "line 2: not UTF-16-LE at byte 16"),
         ("a.tsv.zst", b"\x28\xb5\x2f\xfd\0\xa8\x41\0\0a\tb\n1\t2\n", "its zstd window is over 128 MiB"),
         ("a.tsv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "damaged gzip (Compressed file ended before"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "line 2: not a JSON object: [1]"),
-        ("a.jsonl", '[{"a": 1}]\n', "line 1: not a JSON object: [{'a': 1}]; a list, or an object of several"),
+        ("a.jsonl", '[{"a": 1}]\n', "line 1: not a JSON object: [{'a': 1}]; rename the file to .json if it is a list"),
         ("a.jsonl", '{"a": 1\n', "line 1: not a JSON object: Expecting ',' delimiter"),
-        ("a.jsonl", '{"a": "\\ud800"}\n', "line 1: not a JSON object: half of a surrogate pair"),
+        ("a.jsonl", '{"a": "\\ud800"}\n', "line 1: not a JSON object: unpaired surrogate"),
         ("a.jsonl", "[" * 100_000, "line 1: not a JSON object: maximum recursion depth"),
         ("a.parquet", b"PAR1 but nothing else", "cannot be read as Parquet ("),
         ("a.xlsx", "x", "a spreadsheet; save it as CSV"),
-        ("a.doc", "x", "unknown extension; it can be .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
+        ("a.doc", "x", "unknown extension; must be one of .tsv, .csv, .jsonl, .json, .parquet, .arrow, .txt"),
     ],
 )
-def test_damage_is_named_in_one_line(write, name, content, message):
+def test_damaged_files_are_refused(write, name, content, message):
     path = write(content, name)
-    found = refusal(rows_of, path)
-    assert found.startswith(f"{path}: {message}")
-    assert ("add --quoting backslash" in found) == (b'\\"' in path.read_bytes())
+    text = refusal(rows_of, path)
+    assert text.startswith(f"{path}: {message}")
+    assert ("add --quoting backslash" in text) == (b'\\"' in path.read_bytes())
 
 
-def test_damaged_columns(write):
-    """Arrow offsets that point beyond the text end in a segmentation fault if they are not checked."""
+def test_damaged_columns_are_refused(write):
+    """Without a check, Arrow offsets beyond the text cause a segmentation fault."""
     batch = pa.record_batch([["abc", "def"]], ["text"])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as file:
@@ -235,36 +235,36 @@ def test_folders_of_parts_are_a_table(tmp_path, files, rows):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"train.csv": "text\na\n", "test.csv": "text\nb\n"}, "data: a folder of other files than parts; give a file"),
-        ({"train-0-of-1.csv": "text\na\n", "test-0-of-1.csv": "text\nb\n"}, "data: a folder of other files than parts"),
+        ({"train.csv": "text\na\n", "test.csv": "text\nb\n"}, "data: a folder of files that are not parts of"),
+        ({"train-0-of-1.csv": "text\na\n", "test-0-of-1.csv": "text\nb\n"}, "data: a folder of files that are not"),
         ({"part-0.csv": "text\na\n", "part-1.csv": "body\nb\n"}, "part-1.csv: has other columns than"),
         ({"part-0.csv": "text\na\n", "part-1.tsv": "text\nb\n"}, "data: a folder of files of several formats"),
         ({"part-0.csv": "text\na\n", "part-1.csv": 'text\n"b\n'}, "part-1.csv: line 2: bad quote in the record"),
-        ({"text=a/0.csv": "text\na\n"}, "0.csv: the column 'text' is in the folder's name too"),
+        ({"text=a/0.csv": "text\na\n"}, "0.csv: the column 'text' is also in the folder's name"),
         ({"text=a/0.csv": "n\na\n", "label=b/0.csv": "n\na\n"}, "0.csv: has other columns than"),
         ({"dataset_dict.json": "{}", "train/x.arrow": "x", "dev/x.arrow": "x"}, "a DatasetDict of the splits dev, tr"),
-        ({"x.pdf": "x"}, "data: a folder of other files than parts"),
-        ({"a/b/x.txt": "x"}, "data: a folder; give a file that ends in .tsv, .csv, .jsonl, .json, .parquet, .arrow"),
+        ({"x.pdf": "x"}, "data: a folder of files that are not parts of a table"),
+        ({"a/b/x.txt": "x"}, "data: a folder without a table; pass a file that ends in .tsv, .csv, .jsonl, .json"),
     ],
 )
 def test_other_folders_are_refused(tmp_path, files, message):
     assert message in refusal(rows_of, folder_of(tmp_path / "data", files))
 
 
-def test_what_is_asked_of_a_table_and_not_there(write, tmp_path):
+def test_missing_columns_and_invalid_options(write, tmp_path):
     refusal(rows_of, tmp_path / "none.tsv", error=FileNotFoundError)
-    hint = "(from the first line; add --no-header if that is data, and choose columns by number)"
+    hint = "(if the first line is data, add --no-header and choose columns by number)"
     for content, name, quoting, message in (
-        ("", "a.csv", "double", "quoting is 'double'"),
-        ("one\n", "a.txt", "auto", "no column 'body'; there are: text; choose with --text"),
-        ([{"0": "a"}], "a.jsonl", NO_HEADER, "--no-header is for .tsv and .csv files"),
-        ("1,so it is\n", "a.csv", "auto", f"no column 'body'; there are: 1, so it is {hint}; choose with --text"),
-        ("text;n\nx\n", "a.csv", Dialect("none", "pipe"), "a single column: --delimiter says what separates the cells"),
+        ("", "a.csv", "double", "quoting = 'double': must be one of auto, csv, backslash, none"),
+        ("one\n", "a.txt", "auto", "no column 'body'; available columns: text; choose with --text"),
+        ([{"0": "a"}], "a.jsonl", NO_HEADER, "--no-header applies to .tsv and .csv files only"),
+        ("1,so it is\n", "a.csv", "auto", f"no column 'body'; available columns: 1, so it is {hint}; choose"),
+        ("text;n\nx\n", "a.csv", Dialect("none", "pipe"), "a single column; if this is several, pass --delimiter"),
         ('"text"|"n"\nx\n', "a.tsv", Dialect("none", "pipe"), "if quotes enclose cells, add --quoting csv"),
     ):
         assert message in refusal(rows_of, write(content, name), ["body"], quoting=quoting)
     for delimiter in ("ab", '"', "\n"):
-        assert "it can be a character or one of comma, semicolon" in refusal(Dialect, delimiter=delimiter)
+        assert "must be a character or one of comma, semicolon" in refusal(Dialect, delimiter=delimiter)
 
 
 def zstd(content):
@@ -279,7 +279,7 @@ def random_cell(rng):
     ("end", "delimiter", "encoding"),
     [("\n", "|", "utf-8"), ("\r\n", ",", "utf-8-sig"), ("\r\n", "\t", "utf-16"), ("\r", ";", "utf-32")],
 )
-def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter, encoding, end):
+def test_files_from_the_csv_module_need_no_options(tmp_path, delimiter, encoding, end):
     rng = random.Random(f"{delimiter} {encoding} {end}")
     rows = [[random_cell(rng).replace("\n", " " if end == "\r" else "\n") for _ in range(3)] for _ in range(50)]
     text = io.StringIO(newline="")
@@ -290,7 +290,7 @@ def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter,
         assert [list(row.values()) for _, row in iterate_rows(path)] == rows
         notes = " ".join(layout_notes(path))
         is_named = encoding in ("utf-16", "utf-32")
-        assert ("separate the cells" in notes, "read as UTF-" in notes) == (delimiter != ",", is_named)
+        assert ("are separated by" in notes, "read as UTF-" in notes) == (delimiter != ",", is_named)
 
 
 @pytest.mark.parametrize(
@@ -315,11 +315,11 @@ def test_what_the_csv_module_writes_is_read_without_options(tmp_path, delimiter,
         ("a.csv", "1,so it is", NO_HEADER, ["0", "1"]),
     ],
 )
-def test_names_of_columns(write, name, header, quoting, expected):
+def test_column_names_of_delimited_files(write, name, header, quoting, expected):
     assert column_names(write(header + "\n", name), quoting=quoting) == tuple(expected)
 
 
-def test_a_delimiter_is_for_every_file_of_a_task(write):
+def test_delimiter_applies_to_all_files_of_a_task(write):
     texts = {"train": "x,1", "dev": "x,2"}
     files = {name: write(f"body,a;label\n{text};p\ny,2;n\n", f"{name}.csv") for name, text in texts.items()}
     (data,) = read_tasks("classification", files=files, columns={"text": "body,a", "delimiter": "semicolon"})
@@ -327,7 +327,7 @@ def test_a_delimiter_is_for_every_file_of_a_task(write):
     assert data.text_columns == (("body,a",),)
     files = {name: write(f"body;label\n{text};p\ny;n\n", f"{name}.csv") for name, text in texts.items()}
     (data,) = read_tasks("classification", files=files, columns={"text": "body"})
-    assert "dev.csv: semicolons separate the cells, as the first line shows" in data.notes[1]
+    assert "dev.csv: the cells of the first line are separated by semicolons" in data.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -339,12 +339,12 @@ def test_a_delimiter_is_for_every_file_of_a_task(write):
         '{"a": "x", "b": 1}\n\n{"a": "y", "b": null}\n',
     ],
 )
-def test_json_of_every_usual_shape(write, content):
+def test_usual_shapes_of_json(write, content):
     path = write(content if isinstance(content, str) else json.dumps(content, indent=1), "data.json")
     assert rows_of(path, ["a"]) == [(1, {"a": "x", "b": 1}), (2, {"a": "y", "b": None})]
 
 
-def test_bad_rows_are_named_all_at_once_or_left_out(write):
+def test_bad_rows_are_reported_together_or_left_out(write):
     path = write('a,b\n1,2\n3\n4,5,6\n"7"x,8\n9,10,,\n', "data.csv")
     bad = BadRows(2)
     assert read_table(path, ["a"], bad)[1] == [{"a": "1"}, {"a": "9"}]
@@ -355,7 +355,7 @@ def test_bad_rows_are_named_all_at_once_or_left_out(write):
     lines = write('{"a": 1}\n[1]\n{"a"\n', "data.jsonl")
     assert read_table(lines, ["a"], BadRows(2))[0].lines == [1]
     assert refusal(column_names, write("x\ny\n", "bad.jsonl")).startswith("2 bad rows: ")
-    swallowed = write('a,b\n"1,2\n3,4\n', "open.csv")  # one bad row, or all the rest of the file
+    swallowed = write('a,b\n"1,2\n3,4\n', "open.csv")  # one bad row, or the rest of the file
     assert "line 2: bad quote" in refusal(read_table, swallowed, ["a"], BadRows(9))
 
 
@@ -371,7 +371,7 @@ def test_bad_rows_are_named_all_at_once_or_left_out(write):
         (b"a;b\n1;2\n", ".csv", [{"a": "1", "b": "2"}]),
     ],
 )
-def test_a_pipe_is_read_once_as_what_it_holds(content, format, expected):
+def test_format_of_a_pipe_is_detected(content, format, expected):
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "wb") as pipe:
         thread = threading.Thread(target=lambda: (pipe.write(content), pipe.close()))
@@ -382,7 +382,7 @@ def test_a_pipe_is_read_once_as_what_it_holds(content, format, expected):
         assert "a pipe can be read only once" in refusal(refuse_stream, Path(f"/dev/fd/{reading}"))
 
 
-def test_a_pipe_is_idle_when_all_its_lines_are_read():
+def test_pipe_is_idle_after_its_last_line():
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "wb", 0) as pipe:
         pipe.write(b'{"a": 1}\n{"a": 2}\n{"a"')
@@ -393,7 +393,7 @@ def test_a_pipe_is_idle_when_all_its_lines_are_read():
             assert (*states, table.is_idle(), next(rows)[1]) == ((1, False), (2, True), False, {"a": 3})
 
 
-def test_times_of_every_unit(tmp_path):
+def test_units_of_times(tmp_path):
     units = {"when": pa.timestamp("ns", "UTC"), "day": pa.date32(), "clock": pa.time64("ns"), "long": pa.duration("ns")}
     pq.write_table(pa.table({name: pa.array([1001], kind) for name, kind in units.items()}), tmp_path / "a.parquet")
     ((_, row),) = rows_of(tmp_path / "a.parquet")
@@ -401,12 +401,12 @@ def test_times_of_every_unit(tmp_path):
     assert [*map(str, row.values())] == times
 
 
-def test_a_json_line_may_lack_what_is_not_used(write):
+def test_json_lines_may_lack_unused_keys(write):
     path = write('{"a": "x", "b": 1}\n{"c": null, "b": 2}\n', "data.jsonl")
     assert column_names(path) == ("a", "b", "c")
     assert read_table(path, ("b",))[1] == [{"b": 1}, {"b": 2}]
     assert read_table(path, ("a",))[1] == [{"a": "x"}, {"a": None}]
     (_, row), (line, other) = iterate_rows(path)
     assert text_of(path, 1, row, "a") == "x"
-    for column, message in {"a": "no 'a'; there are: c, b", "b": "'b' is 2, not text", "c": "'c' is null"}.items():
+    for column, message in {"a": "no 'a'; available columns: c, b", "b": "b = 2: must be", "c": "c = null"}.items():
         assert refusal(text_of, path, line, other, column).startswith(f"{path}: line 2: {message}")

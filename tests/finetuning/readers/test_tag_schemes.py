@@ -1,4 +1,4 @@
-"""Schemes and notations of tags: detection, entities and back, and ill-formed tags as seqeval reads them."""
+"""Schemes and notations of tags: detection, conversion to entities and back, and ill-formed tags as in seqeval."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ from electra_fast.finetuning.readers.tag_schemes import (
 
 
 def written(entities, num_words, scheme):
-    """Tags of a scheme, made independently of the module."""
+    """Returns tags of a scheme, made independently of the module."""
     tags = ["O"] * num_words
     before = (0, 0, "")
     for start, end, type_ in entities:
@@ -40,7 +40,7 @@ def written(entities, num_words, scheme):
     return tags
 
 
-def test_any_tags_are_read_as_seqeval_reads_them():
+def test_random_tags_have_seqevals_entities():
     rng = random.Random(0)
     tags = ["O", "B", "I", "E", "S", "B-x-y", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XYZ")]
     for _ in range(4000):
@@ -50,7 +50,7 @@ def test_any_tags_are_read_as_seqeval_reads_them():
 
 
 @pytest.mark.parametrize("scheme", ["IO", "IOB1", "IOB2", "IOBES"])
-def test_tags_are_well_formed_exactly_if_the_scheme_writes_them(scheme):
+def test_tags_are_well_formed_if_equal_to_rewritten_ones(scheme):
     rng = random.Random(scheme)
     tags = ["O", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XY")]
     num_well_formed = 0
@@ -96,11 +96,11 @@ def test_ill_formed_tags(scheme, tags, words, entities):
         (["B I I B"], "IOB2"),
     ],
 )
-def test_the_scheme_is_found_in_the_tags(sentences, scheme):
+def test_scheme_detection(sentences, scheme):
     assert detect_scheme(iter([sentence.split() for sentence in sentences])) == scheme
 
 
-def test_parts_of_a_tag():
+def test_prefix_and_type_of_tags():
     for tag, parts in {
         "I-B-cell": ("I", "B-cell"),
         "B-": ("B", "_"),
@@ -145,16 +145,16 @@ def in_notation(entities, places, join, outside, case):
 
 
 @pytest.mark.parametrize("scheme", PLACES)
-def test_every_scheme_in_every_notation(scheme):
+def test_all_schemes_in_all_notations(scheme):
     cases = [(str.upper, "O"), (str.lower, "o"), (str.upper, "_"), (str.lower, "O"), (str.upper, "OTHER")]
     for separator, is_first, (case, outside) in itertools.product("-_.– ", (True, False), cases):
-        join = separator.join if is_first else lambda parts, own=separator: own.join(reversed(parts))
+        join = separator.join if is_first else lambda parts, mark=separator: mark.join(reversed(parts))
         file = [in_notation(entities, PLACES[scheme], join, outside, case) for entities in SENTENCES]
         notation = detect_notation(Counter(itertools.chain.from_iterable(file)))
         usual = [[notation.usual(tag) for tag in tags] for tags in file]
-        found = detect_scheme(usual)
-        assert found == (scheme if scheme in ("IO", "IOB2", "IOE") else "IOBES"), file
-        assert [to_entities(tags, found) for tags in usual] == [(entities, []) for entities in SENTENCES]
+        detected = detect_scheme(usual)
+        assert detected == (scheme if scheme in ("IO", "IOB2", "IOE") else "IOBES"), file
+        assert [to_entities(tags, detected) for tags in usual] == [(entities, []) for entities in SENTENCES]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_scheme_in_every_notation(scheme):
         ("b m e s", "B I E S"),
         ("OTHER OTHER PER", "O O PER"),
         ("0 0 B-PER", "O O B-PER"),
-        ("B-PER I-PER O PER", "B-PER I-PER O PER"),  # the last is for the user to correct
+        ("B-PER I-PER O PER", "B-PER I-PER O PER"),  # the user must correct the last tag
         ("PER_B PER_I O LOC", "B-PER I-PER O LOC"),
     ],
 )
@@ -175,7 +175,7 @@ def test_tags_in_the_usual_notation(tags, usual):
     assert " ".join(map(notation.usual, tags.split())) == usual
 
 
-def test_labels_of_another_kind_stay_as_they_are():
+def test_labels_without_a_scheme_keep_their_notation():
     for tags in (
         "DET NOUN VERB _",
         "PRP$ -LRB- NN-S V_B NN",
@@ -190,7 +190,7 @@ def test_labels_of_another_kind_stay_as_they_are():
         assert detect_notation(Counter(tags.split())) == Notation(), tags
 
 
-def test_letters_of_parts_of_speech_are_no_scheme():
+def test_parts_of_speech_are_not_a_scheme():
     tags = "N O ^ S N V L M A N N N ! E N P P".split()
     rng = random.Random(0)
     assert detect_scheme([rng.sample(tags, len(tags)) for _ in range(3)]) == "none"

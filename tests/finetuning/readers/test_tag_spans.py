@@ -1,4 +1,4 @@
-"""Entities as spans of texts: fields of many tools, conventions of places, and the words of a text."""
+"""Entities as spans of texts: field names of tools, conventions of offsets, and the words of a text."""
 
 from functools import partial
 
@@ -23,20 +23,20 @@ SPAN = {"start": 0, "end": 3, "label": "X"}
         ([[-1, 3, "X"]], "the span -1 to 3 is empty or outside"),
         ([[3, 3, "X"]], "the span 3 to 3 is empty or outside"),
         ([[4, 12, "X"], [0, 5, "Y"]], "the spans 0 to 5 and 4 to 12 overlap"),
-        ([[3, 4, "X"]], "the span 3 to 4 has no word in it"),
-        ([[0, 3]], 'the span [0, 3] is not like {"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'),
-        ([["a", 3, "X"]], "the span ['a', 3, 'X'] is not like"),
-        ([[0, 3, ""]], "the span [0, 3, ''] is not like"),
-        ([SPAN | {"start": 0.5}], "the span {'start': 0.5, 'end': 3, 'label': 'X'} is not like"),
-        (["B-PER"], "the span 'B-PER' is not like"),
-        ([SPAN | {"text": "met"}], "the span 0 to 3 is 'Ada', but its own text is 'met'"),
+        ([[3, 4, "X"]], "the span 3 to 4 contains no word"),
+        ([[0, 3]], 'span = [0, 3]: must be like {"start": 0, "end": 5, "label": "PER"} or [0, 5, "PER"]'),
+        ([["a", 3, "X"]], "span = ['a', 3, 'X']: must be like"),
+        ([[0, 3, ""]], "span = [0, 3, '']: must be like"),
+        ([SPAN | {"start": 0.5}], "span = {'start': 0.5, 'end': 3, 'label': 'X'}: must be like"),
+        (["B-PER"], "span = 'B-PER': must be like"),
+        ([SPAN | {"text": "met"}], "the span 0 to 3 is 'Ada', but its text is 'met'"),
         ([SPAN | {"length": 3, "end": 8}], "the span 0 to 8 has the length 3"),
         ([SPAN | {"token_start": 1, "token_end": 1}], "the span 0 to 3 is 'Ada', but its tokens 1 to 1"),
         ([SPAN | {"token_start": 0, "token_end": 9}], "the span 0 to 3 is 'Ada', but its tokens 0 to 9"),
         ([{"start": 0, "end": 3, "labels": ["A", "B"]}], "the span {'start': 0, 'end': 3, 'labels': ['A"),
     ],
 )
-def test_spans_that_cannot_be_used(write, wrong, message):
+def test_unusable_spans_are_refused(write, wrong, message):
     good = SPAN | {"text": "ADA "}  # case and spaces may differ
     path = write([{"text": TEXT, "tokens": TOKENS, "spans": spans} for spans in ([good], wrong)])
     assert refusal(read_divided, "tagging", path, text=("text",)).startswith(f"{path}: line 2: {message}")
@@ -57,14 +57,14 @@ def test_spans_that_cannot_be_used(write, wrong, message):
         {"start": 4, "end": 7, "hypertextlabels": ["X"]},
     ],
 )
-def test_fields_of_many_tools(write, span):
+def test_field_names_of_tools(write, span):
     for column in ("spans", "entities", "label"):
         row = {"text": "Ann met Bob", "tokens": ["Ann", "met", "Bob"], column: [[8, 11, "Y"], span, span]}
         path = write([row])
         data = read(path, text=("text",))
         assert tagged(data, data.train) == ["Ann/O met/B-X Bob/B-Y"]
         columns = f"{path}: text or words in 'text', spans in {column!r}; choose columns with --label"
-        assert data.notes[:2] == (columns, f"{path}: 1 spans that repeat another one are left out")
+        assert data.notes[:2] == (columns, f"{path}: 1 duplicate spans are left out")
 
 
 UNITS = {
@@ -72,7 +72,7 @@ UNITS = {
     "UTF-16 units": lambda text: len(text.encode("utf-16-le")) // 2,
     "UTF-8 bytes": lambda text: len(text.encode()),
 }
-# Texts with the first and past-the-last characters of their spans.
+# Texts with the start and end (exclusive) of their spans.
 PLACES = {
     "😀 Änne met Bob in Rom": [(2, 6), (11, 14), (18, 21)],
     "Ärger, sagt Änne 𠮷野": [(12, 16), (17, 19)],
@@ -88,7 +88,7 @@ PLACED = [
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(("first", "inclusive"), [(0, False), (0, True), (1, True)])
 @pytest.mark.parametrize("has_texts", [True, False])
-def test_every_convention_of_spans_is_recognized(write, unit, first, inclusive, has_texts):
+def test_conventions_of_spans_are_detected(write, unit, first, inclusive, has_texts):
     rows = []
     for text, places in PLACES.items():
         spans = []
@@ -100,20 +100,20 @@ def test_every_convention_of_spans_is_recognized(write, unit, first, inclusive, 
     data = read(path)
     assert tagged(data, data.train) == PLACED
     end = "inclusive" if inclusive else "exclusive"
-    counted = f"spans count {unit} from {first}, the end {end}, as the text shows; they are converted"
+    counted = f"spans count {unit} from {first}, the end {end}, judging by the texts; they are converted"
     is_usual = (unit, first, inclusive) == ("Unicode code points", 0, False)
     assert (f"{path}: {counted}" in data.notes) == (not is_usual)
 
 
 def first_words(path):
-    """The place of the first entity in each sentence."""
+    """Returns the index of the first word of an entity in each sentence."""
     data = read(path)
     return [[data.task.labels[tag] for tag in target].index("B-X") for target in data.train.targets]
 
 
-def test_spans_that_say_little_of_their_convention(write):
-    """All fit UTF-16 units, and few do not fit code points; endings, as in Hungarian, are no sign of a convention."""
-    for has_texts in (True, False):  # texts of spans elsewhere say nothing
+def test_convention_of_ambiguous_spans(write):
+    """All spans fit UTF-16 units, few do not fit code points. Word endings, as in Hungarian, decide nothing."""
+    for has_texts in (True, False):  # span texts in other rows decide nothing
         plain = [SPAN | ({"text": "Eve"} if has_texts else {})]
         rows = [{"text": "Eve saw Rom", "spans": plain}] * 30
         rows += [{"text": "😀😀 met Bob", "spans": [{"start": 9, "end": 12, "label": "X"}]}] * 2
@@ -123,12 +123,12 @@ def test_spans_that_say_little_of_their_convention(write):
     assert first_words(write(rows)) == [0] * 10
     for count, is_converted in ((2, False), (3, True)):  # ends within words
         path = write([{"text": "Anna met", "spans": [[0, 3, "X"]]}] * count)
-        assert any("the end inclusive, as" in note for note in read(path).notes) == is_converted
+        assert any("the end inclusive, judging" in note for note in read(path).notes) == is_converted
     rows = [{"text": "a 😀 Ann", "spans": [[4, 7, "X"]]}, {"text": "Ann", "spans": [[0, 9, "X"]]}]
     assert "line 2: the span 0 to 9 is empty or outside the text of 3 characters" in refusal(read, write(rows))
 
 
-def test_ends_of_spans_within_words_are_counted(write):
+def test_ends_of_spans_inside_words_are_noted(write):
     path = write([{"text": TEXT, "spans": [[1, 5, "A"], [5, 10, "B"], [17, 23, "A"], [23, 24, "B"]]}])
     data = read(path)
     assert tagged(data, data.train) == ["Ada/B-A Lovelace/I-A met/O Babbage/B-A"]
@@ -153,11 +153,11 @@ def test_ends_of_spans_within_words_are_counted(write):
     ],
 )
 def test_words_of_a_text(text, words):
-    found = words_of_text(text)
-    assert ([text[a:b] for a, b in found], found.dtype, found.shape) == (words, np.int64, (len(words), 2))
+    spans = words_of_text(text)
+    assert ([text[a:b] for a, b in spans], spans.dtype, spans.shape) == (words, np.int64, (len(words), 2))
 
 
-def test_words_hold_every_character_but_space():
+def test_words_cover_all_characters_except_spaces():
     rng = np.random.default_rng(0)
     for _ in range(300):
         codes = rng.integers(rng.choice([0x80, 0x3100, 0x20000]), size=30)

@@ -1,4 +1,4 @@
-"""Scores of answers: by hand, and against the rules of SQuAD's evaluation stated a second time."""
+"""Scores of answers, compared with scores computed by hand and with a second implementation of SQuAD's rules."""
 
 import random
 import string
@@ -14,8 +14,8 @@ from electra_fast.finetuning.tasks.answer_scores import f1, score_unit, squad_sc
 
 
 def split_of(*golds, contexts=()):
-    """Questions q0, q1, ... with these texts as their answers."""
-    targets = np.fromiter([tuple(Answer(text, 0) for text in own) for own in golds], dtype=object)
+    """Returns questions q0, q1, ... with these texts as their answers."""
+    targets = np.fromiter([tuple(Answer(text, 0) for text in texts) for texts in golds], dtype=object)
     ids = [f"q{number}" for number in range(len(golds))]
     texts = [("?", context) for context in contexts or ["!"] * len(golds)]
     return Split(name="dev", path=Path("dev.json"), texts=texts, targets=targets, ids=ids)
@@ -28,56 +28,56 @@ def by_id(*values):
 @pytest.mark.parametrize(
     ("text", "normalized"),
     [
-        ("The Cat and  the banana theatre", "cat and banana theatre"),  # articles as parts of words stay
-        ("the-cat", "thecat"),  # punctuation goes before articles do
-        ("a.n", ""),  # "an", once its full stop is gone
+        ("The Cat and  the banana theatre", "cat and banana theatre"),  # articles inside words remain
+        ("the-cat", "thecat"),  # punctuation is removed before articles
+        ("a.n", ""),  # "an" without its period
         ("U.S. $5,000", "us 5000"),
-        ("Straße ÉCOLE", "straße école"),  # lower case does not fold, accents stay
-        ("a，b", "，b"),  # full-width punctuation stays, and separates words from articles
+        ("Straße ÉCOLE", "straße école"),  # lower case without folding; accents remain
+        ("a，b", "，b"),  # full-width punctuation remains and separates articles
         ("“a” – b", "“ ” – b"),
-        ("x\u00a0y\u3000z\u202f", "x y z"),  # spaces of all kinds
+        ("x\u00a0y\u3000z\u202f", "x y z"),  # all kinds of spaces
     ],
 )
 def test_normalization(text, normalized):
     assert words_of(text) == normalized.split()
 
 
-def test_texts_without_words_match_in_version_2_only():
+def test_texts_without_words_match_only_in_squad_2():
     assert [f1(words_of("The"), words_of("a."), has_unanswerable=rule) for rule in (True, False)] == [1, 0]
 
 
-def test_version_1_without_an_annotated_answer_is_wrong():
+def test_squad_1_question_without_annotation_scores_zero():
     assert squad_scores(split_of(["x"], []), by_id("x", "y")) == {"exact_match": 0.5, "f1": 0.5}
 
 
-def test_nothing_is_better_than_unanswered():
+def test_default_threshold_if_no_answer_is_best():
     scores = squad_scores(split_of([], ["red"]), by_id("x", "wrong"), by_id(-5.0, -4.0))
     assert (scores["f1"], scores["null_threshold"]) == (1 / 2, 0.0)
-    assert scores["no_answer_accuracy"] == 0  # at 0, though no threshold above -5 is as good as the best score
+    assert scores["no_answer_accuracy"] == 0  # at 0, although no threshold above -5 reaches the best score
 
 
-def test_equal_odds_count_in_the_order_of_the_mapping():
+def test_equal_odds_are_answered_in_mapping_order():
     split = split_of(["red"], [])
     predictions = by_id("red", "x")
     first = squad_scores(split, predictions, {"q0": 1.0, "q1": 1.0})
     last = squad_scores(split, predictions, {"q1": 1.0, "q0": 1.0})
-    assert (first["f1"], first["null_threshold"]) == (1, 1.0)  # between the two, where no threshold lies
+    assert (first["f1"], first["null_threshold"]) == (1, 1.0)  # between both questions, which no threshold separates
     assert (last["f1"], last["null_threshold"]) == (1 / 2, 0.0)
 
 
-def test_every_question_needs_a_prediction_and_odds():
-    """Others do not matter."""
+def test_missing_predictions_and_odds_are_refused():
+    """Predictions for other questions are ignored."""
     split = split_of(["red"], ["blue"], ["x"])
-    with pytest.raises(InputError, match="^no prediction for 2 of 3 questions, the first is 'q1'$"):
+    with pytest.raises(InputError, match=r"^no prediction for 2 of 3 questions \(first: 'q1'\); add them$"):
         squad_scores(split, {"q0": "red", "other": "x"})
-    with pytest.raises(InputError, match="^no null odds for 1 of 3 questions, the first is 'q2'$"):
+    with pytest.raises(InputError, match=r"^no null odds for 1 of 3 questions \(first: 'q2'\); add them$"):
         squad_scores(split, by_id("", "", ""), {"q0": 1.0, "q1": 1.0, "other": 0.0})
 
 
 def stated_words(text):
-    """Words as the rules say, character by character and word by word."""
+    """Returns words by SQuAD's rules, applied character by character and word by word."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
-    # An article is a run of letters and digits; what else there is (“, －, spaces) may touch it.
+    # An article is a run of letters and digits; other characters (“, －, spaces) may be adjacent to it.
     runs = []
     current = ""
     for character in text:
@@ -91,7 +91,7 @@ def stated_words(text):
 
 
 def stated_scores(prediction, golds, has_unanswerable):
-    """Exact match and F1 of a question."""
+    """Returns exact match and F1 of a question."""
     predicted = stated_words(prediction)
     exact = []
     overlap = []
@@ -122,7 +122,7 @@ def random_questions(rng, num_questions, least):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_both_versions_as_stated(seed):
+def test_scores_equal_a_second_implementation(seed):
     golds, predictions = random_questions(random.Random(seed), 40, least=1)
     stated = np.mean([stated_scores(*pair, False) for pair in zip(predictions, golds, strict=True)], axis=0)
     scores = squad_scores(split_of(*golds), by_id(*predictions))
@@ -132,10 +132,10 @@ def test_both_versions_as_stated(seed):
     golds, predictions = random_questions(rng, 40, least=0)
     odds = [rng.uniform(-3, 3) for _ in golds]
     scores = squad_scores(split_of(*golds), by_id(*predictions), by_id(*odds))
-    has_answer = np.array([bool(own) for own in golds])
+    has_answer = np.array([bool(texts) for texts in golds])
     for position, name in enumerate(("exact_match", "f1")):
         raw = np.array([stated_scores(*pair, True)[position] for pair in zip(predictions, golds, strict=True)], float)
-        # For an unanswerable question "The" is right, but while a threshold is looked for, only the empty text is.
+        # "The" is right for an unanswerable question, but in the search for a threshold only the empty text is.
         answered = np.where(~has_answer, [not text for text in predictions], raw)
         curve = [np.where(np.array(odds) <= t, answered, ~has_answer).mean() for t in [-np.inf, *sorted(odds)]]
         assert scores[name] == pytest.approx(max(curve))
@@ -147,11 +147,11 @@ def test_both_versions_as_stated(seed):
         assert scores["no_answer_accuracy"] == pytest.approx(at_threshold[~has_answer].mean())
 
 
-def test_a_given_threshold_is_used():
+def test_chosen_threshold_is_used():
     split = split_of(["red"], [], ["dark blue"], [], ["green"])
     odds = by_id(-2.0, -1.0, 0.5, 1.0, 3.0)
     scores = squad_scores(split, by_id("red", "x", "blue", "", "wrong"), odds, null_threshold=0.5)
-    # Answered up to 0.5: 1, 0 and 0 (F1 2/3); left unanswered: 1 and 0.
+    # Scores of questions answered up to 0.5: 1, 0 and 0 (F1 2/3); of unanswered questions: 1 and 0.
     assert scores == pytest.approx(
         {
             "exact_match": 2 / 5,
@@ -181,14 +181,14 @@ ENGLISH = "The Yuan dynasty (Chinese: 元朝) was founded by Kublai Khan in Khan
         ("学学北", "学北学北", 0, 2 * 2 / (3 + 4)),
     ],
 )
-def test_characters_are_words_in_scripts_without_spaces(prediction, gold, exact, overlap):
+def test_scores_of_characters_in_scripts_without_spaces(prediction, gold, exact, overlap):
     predicted = units_of(prediction)
     annotated = units_of(gold)
     assert (predicted == annotated) == exact
     assert f1(predicted, annotated, has_unanswerable=False, by_characters=True) == pytest.approx(overlap)
 
 
-def test_the_context_decides_what_is_compared():
+def test_context_decides_the_unit_of_scores():
     split = split_of(["小明"], ["the 元朝"], contexts=[CHINESE, ENGLISH])
     assert squad_scores(split, by_id("小", "元朝")) == pytest.approx({"exact_match": 1 / 2, "f1": (2 / 3 + 1) / 2})
     assert score_unit(split) == "words and characters"

@@ -1,4 +1,4 @@
-"""Scores of fine-tuned models, computed by hand; what is said of models that have learned nothing."""
+"""Scores of fine-tuned models, compared with scores computed by hand; warnings about collapsed models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,15 +54,15 @@ def test_classification_scores_by_hand(name, expected):
         ("regression", "", [1.0, 2, 6], [4.0, 1], {"mean_absolute_error": 3 / 2, "spearman": 0, "pearson": 0}),
     ],
 )
-def test_the_majority_is_that_of_training(kind, labels, train, dev, expected):
+def test_majority_baseline_uses_training_labels(kind, labels, train, dev, expected):
     task = task_of("own", kind, labels=tuple(labels))
     dtype = {"regression": float, "multi-label": "f4"}.get(kind, int)
     splits = [
-        Split(name="", path=Path(), texts=[("x",)] * len(each), targets=np.array(each, dtype), ids=[])
-        for each in (train, dev)
+        Split(name="", path=Path(), texts=[("x",)] * len(values), targets=np.array(values, dtype), ids=[])
+        for values in (train, dev)
     ]
-    found = TASK_TYPES[kind].majority(task, *splits)
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    baseline = TASK_TYPES[kind].majority(task, *splits)
+    assert {name: baseline[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_majority_is_that_of_training(kind, labels, train, dev, expected):
         ("regression", "pearson", np.array([0, np.nan, 1.0]), [[0], [5], [1]]),
     ],
 )
-def test_examples_without_a_label_do_not_count(kind, metric, targets, outputs):
+def test_unlabeled_examples_are_not_scored(kind, metric, targets, outputs):
     texts = [("x",)] * 3
     ids = ["0", "1", "2"]
     split = Split(name="test", path=Path("test"), texts=texts, targets=targets, ids=ids)
@@ -84,15 +84,17 @@ def test_examples_without_a_label_do_not_count(kind, metric, targets, outputs):
 def test_multi_label_scores_by_hand():
     task = task_of("classification", "multi-label", "f1_micro", tuple("abc"))
     targets = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]], dtype=np.float32)
-    outputs = np.array([[2.0, -1, -1], [1, -1, 3], [-1, -2, 0]])  # 2 right, 1 too many, 1 missing; 0 counts as no
+    # 2 right, 1 too many, 1 missing; a logit of 0 is not predicted
+    outputs = np.array([[2.0, -1, -1], [1, -1, 3], [-1, -2, 0]])
     expected = {"f1_micro": 2 * 2 / (2 * 2 + 1 + 1), "f1_macro": 1 / 3, "accuracy": 2 / 3}
     assert scores(task, targets, outputs) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("name", "more"), [("stsb", {}), ("regression", {"mean_absolute_error": 6 / 4})])
 def test_regression_scores_by_hand(name, more):
-    found = scores(task_of(name, "regression", "spearman", ()), np.array([1.0, 2, 3, 4]), np.array([1.0, 4, 3, 8]))
-    assert found == pytest.approx({"spearman": 0.8, "pearson": 10 / (5 * 26) ** 0.5} | more)
+    task = task_of(name, "regression", "spearman", ())
+    expected = {"spearman": 0.8, "pearson": 10 / (5 * 26) ** 0.5} | more
+    assert scores(task, np.array([1.0, 2, 3, 4]), np.array([1.0, 4, 3, 8])) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("constant", ["targets", "outputs"])
@@ -107,14 +109,14 @@ def test_undefined_correlations_are_zero(name, constant):
         assert all(-1 <= score <= 1 for score in result.values())
 
 
-def test_nothing_predicted_gives_f1_zero():
-    """F1 of a task with two classes is that of class 1."""
+def test_f1_without_predictions_is_zero():
+    """With two classes, F1 is computed for class 1."""
     assert scores(task_of("mrpc"), np.zeros(3, dtype=int), logits([0, 0, 0])) == {"accuracy": 1.0, "f1": 0.0}
     task = task_of("classification", "multi-label", "f1_micro", ("a", "b"))
     assert scores(task, np.zeros((2, 2)), -np.ones((2, 2))) == {"f1_micro": 0.0, "f1_macro": 0.0, "accuracy": 1.0}
 
 
-def test_outputs_that_are_no_numbers_fail():
+def test_nonfinite_outputs_raise():
     outputs = logits(CLASSES)
     outputs[3, 1] = np.nan
     with pytest.raises(TrainingFailed, match=r"^the model's outputs for 1 of 6 examples are not finite: .*rate$"):
@@ -123,7 +125,7 @@ def test_outputs_that_are_no_numbers_fail():
         scores(task_of("stsb", "regression"), np.zeros(2), np.array([1.0, np.inf]))
 
 
-def test_a_collapsed_classifier_is_named():
+def test_collapsed_classifier_is_reported():
     task = task_of("rte", labels=("yes", "no"))
     assert Classification().warning(task, logits([1, 1, 1])).startswith("all 3 predictions are the class 'no': try a l")
     assert Classification().warning(task, logits([1, 0, 1])) is None
@@ -131,41 +133,41 @@ def test_a_collapsed_classifier_is_named():
     assert MultiLabel().warning(task_of("classification", "multi-label"), -np.ones((3, 2))) is None
 
 
-def test_a_collapsed_regression_is_named():
+def test_collapsed_regression_is_reported():
     task = task_of("stsb", "regression", "spearman", (), scale=5.0)
     outputs = np.array([[2.51], [2.5], [2.52]]) / task.scale
     assert Regression().warning(task, outputs).startswith("all 3 predictions are about 2.51: try a lower")
     assert Regression().warning(task, np.array([[0.4], [0.5], [0.6]])) is None
 
 
-@pytest.mark.parametrize(("mean", "is_said"), [(1e6, True), (1e3, False)])
-def test_values_too_close_together_for_single_precision_are_named(mean, is_said):
-    """Around a million its steps are 1/16, more than a thousandth of the deviation."""
+@pytest.mark.parametrize(("mean", "has_warning"), [(1e6, True), (1e3, False)])
+def test_values_too_close_for_single_precision_are_reported(mean, has_warning):
+    """Around a million, the spacing is 1/16, more than a thousandth of the deviation."""
     values = mean + np.array([-32.0, 32])
     split = Split(name="train", path=Path(), texts=[("x",)] * 2, targets=values, ids=["0", "1"])
     lines = [*Regression().describe(split, TrainingSet(EMPTY, values, np.ones(2)), FinetuneSection())]
-    assert any("single precision has steps of 0.0625" in line for line in lines) == is_said
+    assert any("single precision has a spacing of 0.0625" in line for line in lines) == has_warning
 
 
-def test_values_are_stored_in_their_units_and_exactly():
+def test_units_of_values_are_stored_exactly():
     task = replace(task_of("regression", "regression", scale=4.0), shift=1e8)
     method = Regression()
     state = {"head.classifier.weight": torch.tensor([[0.5]]), "head.classifier.bias": torch.tensor([0.25])}
     stored, settings = method.to_units(task, state)
-    assert stored["head.classifier.weight"].item() == 2 and settings == {"shift": 1e8 + 1}  # fp32 would have 1e8
-    found = method.with_units(replace(task, scale=1.0, shift=0.0), stored, settings | {"scale": 4.0})
-    assert (found.scale, found.shift) == (4.0, 1e8 + 1)
-    for own, bias in ((task, 0.25), (found, 0.0)):
-        loaded = method.from_units(own, stored, settings)
+    assert stored["head.classifier.weight"].item() == 2 and settings == {"shift": 1e8 + 1}  # 1e8 in fp32
+    stored_task = method.with_units(replace(task, scale=1.0, shift=0.0), stored, settings | {"scale": 4.0})
+    assert (stored_task.scale, stored_task.shift) == (4.0, 1e8 + 1)
+    for target, bias in ((task, 0.25), (stored_task, 0.0)):
+        loaded = method.from_units(target, stored, settings)
         assert [tensor.item() for tensor in loaded.values()] == [0.5, bias]
-    assert method.in_units(found, [[0.5]]).item() == 1e8 + 3
+    assert method.in_units(stored_task, [[0.5]]).item() == 1e8 + 3
 
 
-def test_the_first_split_chooses_the_thresholds_of_labels():
+def test_first_split_chooses_label_thresholds():
     targets = np.tile(np.eye(2, dtype=np.float32), (300, 1))
     split = Split(name="dev", path=Path(), texts=[("x",)] * 600, targets=targets, ids=[])
     task = task_of("classification", "multi-label", "f1_micro")
-    outputs = 2.0 * targets - 4  # all below a half
+    outputs = 2.0 * targets - 4  # all below 0.5
     first = MultiLabel().scores(task, split, None, outputs, {})
     assert (first["f1_micro"], first["f1_micro_at_half"]) == (1, 0) and max(first["thresholds"].values()) < 0.2
     second = MultiLabel().scores(task, split, None, outputs, {"thresholds": {"0": 0.4, "1": 0.1}})

@@ -1,4 +1,4 @@
-"""Chunks of questions, training targets, the best answers: by hand, and on generated texts by the published rules."""
+"""Chunks of questions, training targets and best answers, compared with the published code and with known answers."""
 
 import collections
 
@@ -37,24 +37,24 @@ def features_of(tokenizer, *texts, length=24, stride=8, query=8):
 
 def inputs(tokenizer, features):
     encoded = features.encoded
-    tokens = [tokenizer.id_to_token(each) for each in encoded.ids]
+    tokens = [tokenizer.id_to_token(token) for token in encoded.ids]
     return [" ".join(tokens[start:end]) for start, end in zip(encoded.offsets, encoded.offsets[1:], strict=False)]
 
 
 @pytest.mark.parametrize(
     "length, stride, query, lowercase", [(24, 8, 8, True), (19, 30, 8, True), (64, 16, 4, False), (384, 128, 64, True)]
 )
-def test_generated_questions_as_published(tmp_path, length, stride, query, lowercase):
+def test_chunks_and_targets_equal_the_published_code(tmp_path, length, stride, query, lowercase):
     tokenizer = ef.Tokenizer(write_vocab(tmp_path), cased=not lowercase)
     counts = collections.Counter()
     library = squad_reference.library_tokenizer(tokenizer)
-    asked = questions(24, seed=length)
-    texts = [(question, context) for question, context, _ in asked]
+    samples = questions(24, seed=length)
+    texts = [(question, context) for question, context, _ in samples]
     features = features_of(tokenizer, *texts, length=length, stride=stride, query=query)
-    targets = training_targets(tokenizer, features, [answers for _, _, answers in asked])
+    targets = training_targets(tokenizer, features, [answers for _, _, answers in samples])
     tokens = inputs(tokenizer, features)
     encoded = features.encoded
-    for number, (question, context, answers) in enumerate(asked):
+    for number, (question, context, answers) in enumerate(samples):
         rows = np.flatnonzero(features.question == number)
         chunks = squad_reference.chunks_of(library, question, context, length, stride, query)
         for row, chunk in zip(rows, chunks, strict=True):
@@ -67,12 +67,12 @@ def test_generated_questions_as_published(tmp_path, length, stride, query, lower
         assert [*map(tuple, targets[rows].tolist())] == expected
         counts["several chunks"] += len(chunks) > 1
         counts["impossible"] += expected[0][2]
-        counts["found"] += any(start for start, _, _ in expected)
-    assert counts["impossible"] == 6 and counts["found"] > 5
+        counts["answerable"] += any(start for start, _, _ in expected)
+    assert counts["impossible"] == 6 and counts["answerable"] > 5
     assert counts["several chunks"] > 12 or length > 64
 
 
-def test_chunks_written_out(tokenizer):
+def test_chunks_of_a_known_context(tokenizer):
     texts = ("Who was born?", "The river (1895) in the unbelievable Café of Köln."), ("", "the")
     features = features_of(tokenizer, *texts, length=15, stride=4, query=4)
     assert inputs(tokenizer, features) == [
@@ -91,7 +91,7 @@ def test_chunks_written_out(tokenizer):
     assert pieces == "The river ( 18 95 ) in the un bel iev able Café of Köln .".split()
 
 
-def test_long_questions_are_cut_and_counted(tokenizer):
+def test_long_questions_are_truncated_and_counted(tokenizer):
     features = features_of(
         tokenizer, ("who when where", "the"), ("who when", "the"), ("who", "the"), length=14, query=2
     )
@@ -99,28 +99,28 @@ def test_long_questions_are_cut_and_counted(tokenizer):
     assert features.encoded.num_truncated == 1 and features.encoded.empty == ()
 
 
-def test_no_questions_have_no_chunks(tokenizer):
+def test_features_without_questions(tokenizer):
     features = features_of(tokenizer)
     assert len(features.encoded) == len(features.question) == len(features.contexts) == 0
     assert training_targets(tokenizer, features, []).shape == (0, 3)
 
 
 @pytest.mark.parametrize("context", ["", " \n", "\u200b"])
-def test_a_context_without_tokens_is_named(tokenizer, context):
-    with pytest.raises(InputError, match=r"^question 2: its context has no tokens$"):
+def test_context_without_tokens_is_refused(tokenizer, context):
+    with pytest.raises(InputError, match=r"^question 2: its context has no tokens; remove the question$"):
         features_of(tokenizer, ("who", "the"), ("who", "the"), ("who", context))
 
 
-def test_a_context_needs_room(tokenizer):
+def test_sequence_length_must_leave_tokens_for_the_context(tokenizer):
     features_of(tokenizer, ("who", "the"), length=64 + 11, query=64)
-    message = "^finetune.sequence_length = 74 leaves room for 7 tokens .* finetune.max_query_length = 64; .* 75, "
+    message = "^finetune.sequence_length = 74: must be at least 75 with finetune.max_query_length = 64; raise"
     with pytest.raises(InputError, match=message):
         features_of(tokenizer, ("who", "the"), length=74, query=64)
-    with pytest.raises(InputError, match="leaves room for 0 tokens"):
+    with pytest.raises(InputError, match="finetune.sequence_length = 64: must be at least 75"):
         features_of(tokenizer, ("who", "the"), length=64, query=64)
 
 
-# Sentences with parts that are answers: in words, across words, doubled, of characters that normalization changes.
+# Sentences with answers: parts of words, several words, repeated, and with characters that normalization changes.
 SENTENCES = {
     "2009年に東京へ移り、2009年の秋に最初の個展を開いた。ﾃﾚﾋﾞで㍿が話す。": ["2009年の秋", "2009年", "東京", "ﾚﾋﾞ", "㍿"],
     "北京很大，北京很美，小明在北京住了三年。𠮷野家": ["北京", "三年", "𠮷", "小明在北京"],
@@ -143,7 +143,7 @@ SENTENCES = {
 
 
 def crate_of(kind):
-    """A tokenizer trained on the sentences."""
+    """Returns a tokenizer trained on the sentences."""
     options = {"special_tokens": SPECIAL, "vocab_size": 340, "show_progress": False}
     alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     model, trainer, normalizer, splitter = {
@@ -161,7 +161,7 @@ def crate_of(kind):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level BPE", "BPE", "unigram"])
 def test_targets_are_the_pieces_that_overlap_the_answer(tmp_path, kind):
-    """By the crate's own offsets; and such a prediction has the characters of these pieces without whitespace."""
+    """Overlaps follow the crate's offsets; a prediction of these pieces has their characters without whitespace."""
     crate = crate_of(kind)
     crate.save(str(tmp_path / "tokenizer.json"))
     tokenizer = ef.Tokenizer(tmp_path / "tokenizer.json")
@@ -171,52 +171,52 @@ def test_targets_are_the_pieces_that_overlap_the_answer(tmp_path, kind):
     targets = training_targets(tokenizer, features, [(answer,) for answer in answers])
     score_n1 = np.zeros((len(texts), 1))
     scores = SpanScores(targets[:, :1], score_n1, targets[:, 1:2, None], score_n1[..., None], score_n1[:, 0])
-    found = [best[0] for best, _ in search(features, scores, max_answer_length=512)]
+    results = [best[0] for best, _ in search(features, scores, max_answer_length=512)]
     pieces = targets[:, :2] - features.context_start[:, None]
-    for (_, text), answer, (first, last), best in zip(texts, answers, pieces.tolist(), found, strict=True):
+    for (_, text), answer, (first, last), best in zip(texts, answers, pieces.tolist(), results, strict=True):
         letters = {answer.start + place for place, letter in enumerate(answer.text) if not letter.isspace()}
         overlaps = [bool(letters.intersection(range(*span))) for span in crate.encode(text).offsets]
         assert (first, last) == (overlaps.index(True), len(overlaps) - 1 - overlaps[::-1].index(True))
         assert best.text == text[best.start : best.end] == best.text.strip() and answer.text in best.text
         assert best.start <= answer.start and best.end >= answer.start + len(answer.text)
-    assert sum(best.text == answer.text for best, answer in zip(found, answers, strict=True)) > len(texts) / 2
+    assert sum(best.text == answer.text for best, answer in zip(results, answers, strict=True)) > len(texts) / 2
 
 
 def answers(tokenizer, context, spans):
-    """The answers among candidates (start, end, score) in a context of one chunk."""
+    """Returns the answers among candidates (start, end, score) in a context of one chunk."""
     features = features_of(tokenizer, ("who", context), length=64)
     start, end, score = np.array(spans, float).T[:, None]
     places = start.astype(np.int64)
     ends = end.astype(np.int64)[..., None]
-    [(found, _)] = search(features, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1)))
-    return found
+    [(best, _)] = search(features, SpanScores(places, np.zeros_like(score), ends, score[..., None], np.zeros(1)))
+    return best
 
 
 def piece_answer(tokenizer, context, first, last):
-    """The answer made of these pieces of a context."""
+    """Returns the answer that consists of these pieces of a context."""
     place = 3  # after [CLS] who [SEP]
-    [found] = answers(tokenizer, context, [(place + first, place + last, 1.0)])
-    assert found.text == context[found.start : found.end]
-    return found.text
+    [answer] = answers(tokenizer, context, [(place + first, place + last, 1.0)])
+    assert answer.text == context[answer.start : answer.end]
+    return answer.text
 
 
 @pytest.mark.parametrize("n_best, longest, width", [(20, 30, 7), (3, 4, 5), (20, 6, 3)])
-def test_the_best_answers_as_published(either, n_best, longest, width):
-    """Texts, scores with ties, and probabilities; indices are anywhere in a chunk of 24 tokens, or after it."""
-    asked = questions(40, seed=longest)
+def test_search_equals_the_published_code(either, n_best, longest, width):
+    """Compares texts, scores with ties, and probabilities; indices are inside or after a chunk of 24 tokens."""
+    samples = questions(40, seed=longest)
     rng = np.random.default_rng(0)
-    texts = [(question, context) for question, context, _ in asked]
+    texts = [(question, context) for question, context, _ in samples]
     features = features_of(either, *texts)
     shape = (len(features.question), width, width)
     start = rng.integers(0, 26, shape[:2])
     end = start[..., None] + rng.integers(-2, 8, shape)
     first, second = (rng.integers(0, 40, size).astype(np.float32) / 8 for size in (shape[:2], shape))
     null = rng.standard_normal(shape[0]).astype(np.float32)
-    found = search(features, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest)
+    results = search(features, SpanScores(start, first, end, second, null), n_best=n_best, max_answer_length=longest)
     library = squad_reference.library_tokenizer(either)
     empty = 0
     full = 0
-    for number, ((question, context), (ours, null_score)) in enumerate(zip(texts, found, strict=True)):
+    for number, ((question, context), (best, null_score)) in enumerate(zip(texts, results, strict=True)):
         numbers = np.flatnonzero(features.question == number)
         chunks = squad_reference.chunks_of(library, question, context, 24, 8, 8)
         candidates = [
@@ -225,22 +225,23 @@ def test_the_best_answers_as_published(either, n_best, longest, width):
             for i in range(width)
             for j in range(width)
         ]
-        theirs = squad_reference.n_best(context, candidates, n_best, longest)
-        assert [(" ".join(each.text.split()), each.score) for each in ours] == [each[:2] for each in theirs]
-        assert [each.probability for each in ours] == pytest.approx([chance for _, _, chance in theirs])
-        assert all(each.text == context[each.start : each.end] for each in ours)
+        expected = squad_reference.n_best(context, candidates, n_best, longest)
+        pairs = [(" ".join(answer.text.split()), answer.score) for answer in best]
+        assert pairs == [candidate[:2] for candidate in expected]
+        assert [answer.probability for answer in best] == pytest.approx([chance for _, _, chance in expected])
+        assert all(answer.text == context[answer.start : answer.end] for answer in best)
         assert null_score == null[numbers].min()
-        empty = empty + (ours[0].text == "")
-        full = full + (len(ours) == n_best)
+        empty = empty + (best[0].text == "")
+        full = full + (len(best) == n_best)
     assert full > 5 and empty < 10
 
 
-def test_a_text_comes_once_with_its_best_score(tokenizer):
-    found = answers(tokenizer, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
-    assert [(each.text, each.score) for each in found] == [("the  north", 3), ("the", 2)]  # whitespace does not count
+def test_answers_have_distinct_texts(tokenizer):
+    best = answers(tokenizer, "the north, the  north", [(3, 4, 1), (6, 7, 3), (6, 6, 2), (3, 3, 1)])
+    assert [(answer.text, answer.score) for answer in best] == [("the  north", 3), ("the", 2)]  # ignoring whitespace
 
 
-def test_without_a_candidate_the_answer_is_empty(tokenizer):
+def test_answer_without_candidates_is_empty(tokenizer):
     assert answers(tokenizer, "the north", [(0, 0, 5)]) == [FoundAnswer("", 0, 0, 0.0, 1.0)]
 
 
@@ -248,15 +249,15 @@ def test_without_a_candidate_the_answer_is_empty(tokenizer):
     "context, first, last, answer",
     [
         ("born (1895-1943).", 2, 3, "1895"),
-        ("an unbelievable", 2, 3, "unbel"),  # pieces: a ##n un ##bel ##iev ##able
+        ("an unbelievable", 2, 3, "unbel"),  # a ##n un ##bel ##iev ##able
         ("(café)", 1, 1, "café"),
-        ("(cafe\u0301)", 1, 1, "cafe\u0301"),  # the accent is dropped, or the word unknown
+        ("(cafe\u0301)", 1, 1, "cafe\u0301"),  # the accent is removed, or the word is unknown
         ("in the\u200b, of", 1, 1, "the"),
         ("10\u00a0north", 0, 2, "10\u00a0north"),
-        ("(\uac01)", 1, 1, "\uac01"),  # one syllable, three letters once accents are stripped
+        ("(\uac01)", 1, 1, "\uac01"),  # one syllable; three letters after accents are stripped
         ("(☃\u0301) of", 1, 1, "☃\u0301"),
-        ("s-bahns", 6, 6, "s"),  # not the first "s", which the published code takes
+        ("s-bahns", 6, 6, "s"),  # the published code takes the first "s"
     ],
 )
-def test_an_answer_has_the_characters_of_its_pieces(either, context, first, last, answer):
+def test_answer_has_the_characters_of_its_pieces(either, context, first, last, answer):
     assert piece_answer(either, context, first, last) == answer

@@ -1,4 +1,4 @@
-"""The readers of question answering against the published formulas, example by example and without packing."""
+"""Networks of question answering, compared with the published formulas for single examples without packing."""
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ from electra_fast.model.compute import ComputeConfig
 
 CPU = torch.device("cpu")
 BEAM = 5
-LENGTHS = [(4, 20), (2, 3), (6, 30), (1, 1), (5, 14)]  # of question and context; the fourth has fewer tokens than BEAM
+LENGTHS = [(4, 20), (2, 3), (6, 30), (1, 1), (5, 14)]  # question and context; the fourth has fewer tokens than BEAM
 COMPUTE = ComputeConfig("sdpa", torch.float32)
 
 
 def examples():
-    """Pairs whose second text has type 1 (BERT) or 0 (RoBERTa)."""
+    """Returns pairs whose second text has type 1 (BERT) or 0 (RoBERTa)."""
     random = np.random.default_rng(0)
     ids = []
     types = []
@@ -30,13 +30,13 @@ def examples():
         text = [random.integers(5, 60, length) for length in (question, context)]
         ids.append(np.concatenate(([2], text[0], [3], text[1], [3])))
         types.append(np.array([0] * (question + 2) + [number % 2] * (context + 1)))
-    offsets = np.concatenate(([0], np.cumsum([len(each) for each in ids])))
-    ids, types = (np.concatenate(each).astype(np.int32) for each in (ids, types))
+    offsets = np.concatenate(([0], np.cumsum([len(tokens) for tokens in ids])))
+    ids, types = (np.concatenate(arrays).astype(np.int32) for arrays in (ids, types))
     return EncodedExamples(ids, types, offsets, 0, (), np.array([question + 2 for question, _ in LENGTHS]))
 
 
 def targets():
-    """A span in the context, [CLS] for a chunk without the answer, an unanswerable question."""
+    """Returns spans in the context, [CLS] for a chunk without the answer, and an unanswerable question."""
     return torch.tensor([[8, 11, 0], [0, 0, 0], [9, 9, 0], [0, 0, 1], [8, 20, 0]])
 
 
@@ -46,9 +46,9 @@ def encoder(request, tmp_path_factory, tiny_vocab):
 
 
 def reader(encoder, kind, **arguments):
-    found = load_encoder(encoder)
-    model = kind(found.shape, BEAM, **arguments)
-    model.load_encoder(found.state)
+    loaded = load_encoder(encoder)
+    model = kind(loaded.shape, BEAM, **arguments)
+    model.load_encoder(loaded.state)
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.head.parameters():
@@ -56,12 +56,12 @@ def reader(encoder, kind, **arguments):
     return model.eval()
 
 
-def their_hidden(encoder, encoded):
-    """Hidden states of each example by `transformers`, without padding, and where its context and its [SEP] are."""
+def reference_hidden(encoder, encoded):
+    """Yields each example's hidden states from `transformers`, without padding, and a mask of context and [SEP]."""
     model = AutoModel.from_pretrained(encoder).eval()
     for i in range(len(encoded)):
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
-        ids, types = (torch.tensor(each[place])[None].long() for each in (encoded.ids, encoded.token_types))
+        ids, types = (torch.tensor(column[place])[None].long() for column in (encoded.ids, encoded.token_types))
         inputs = {"input_ids": ids} | ({"token_type_ids": types} if model.config.model_type == "electra" else {})
         with torch.no_grad():
             hidden = model(**inputs).last_hidden_state[0]
@@ -73,7 +73,7 @@ def head(model):
 
 
 def joint_reference(p, hidden, is_context, beam=BEAM):
-    """The published code's head on one chunk: start logits, the function from a start to end logits, answerability."""
+    """Returns the published head's start logits, a function from a start to end logits, and the answerable logit."""
     allowed = is_context.float()
     allowed[0] = 1
     start = hidden @ p["start.weight"][0] + p["start.bias"] + 1000 * (allowed - 1)
@@ -88,23 +88,23 @@ def joint_reference(p, hidden, is_context, beam=BEAM):
     return start, end, inner @ p["answerable.weight"][0] + p["answerable.bias"][0]
 
 
-def test_joint_losses_are_the_published_ones(encoder):
+def test_joint_losses_equal_the_published_formula(encoder):
     encoded = examples()
-    wanted = targets()
+    expected = targets()
     model = reader(encoder, JointReader, answerable_weight=0.7)
     part = pack(encoded, np.arange(5))[0]
     with torch.no_grad():
-        found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
-    for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
+        losses = model.losses(Inputs.of(part, CPU), expected[part.examples], COMPUTE)
+    for i, (hidden, is_context) in enumerate(reference_hidden(encoder, encoded)):
         start, end, unanswerable = joint_reference(head(model), hidden, is_context)
-        at, to, impossible = wanted[i].tolist()
+        at, to, impossible = expected[i].tolist()
         loss = (F.cross_entropy(start, torch.tensor(at)) + F.cross_entropy(end(at), torch.tensor(to))) / 2
         loss += 0.7 * F.binary_cross_entropy_with_logits(unanswerable, torch.tensor(float(impossible)))
-        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
+        assert float(losses[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def assert_highest(places, scores, reference):
-    """Asserts that the places are those of the highest reference scores. Which is first may differ by rounding."""
+    """Asserts that the places have the highest reference scores. Rounding may change their order."""
     places = places.tolist()
     assert len({*places}) == len(places) == min(BEAM, int((reference > -900).sum()))
     highest = reference.topk(len(places)).values
@@ -112,47 +112,47 @@ def assert_highest(places, scores, reference):
     np.testing.assert_allclose(scores, highest, atol=1e-5)
 
 
-def test_joint_predictions_are_a_beam_of_starts_and_ends(encoder):
+def test_joint_predictions_equal_a_beam_search(encoder):
     encoded = examples()
     model = reader(encoder, JointReader)
     starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)
-    for i, (hidden, is_context) in enumerate(their_hidden(encoder, encoded)):
+    for i, (hidden, is_context) in enumerate(reference_hidden(encoder, encoded)):
         start, end, unanswerable = joint_reference(head(model), hidden, is_context)
         beam = min(BEAM, len(hidden))
         possible = start_scores[i, :beam] > -900
         assert_highest(starts[i, :beam][possible], start_scores[i, :beam][possible], start.log_softmax(0))
         for k in possible.nonzero()[0]:
             allowed = end_scores[i, k, :beam] > -900
-            own = end(int(starts[i, k])).log_softmax(0)
-            assert_highest(ends[i, k, :beam][allowed], end_scores[i, k, :beam][allowed], own)
+            reference = end(int(starts[i, k])).log_softmax(0)
+            assert_highest(ends[i, k, :beam][allowed], end_scores[i, k, :beam][allowed], reference)
         assert null[i] == pytest.approx(float(unanswerable), abs=1e-5)
         assert (start_scores[i, beam:] < -900).all() and np.isfinite(start_scores[i]).all()
 
 
-def test_two_logit_losses_are_those_of_transformers(encoder):
-    """Over all tokens, the question's too, as `transformers` has it."""
+def test_two_logit_losses_equal_transformers(encoder):
+    """The softmax includes the tokens of the question, as in `transformers`."""
     encoded = examples()
-    wanted = targets()
+    expected = targets()
     model = reader(encoder, TwoLogitReader)
     part = pack(encoded, np.arange(5))[0]
     with torch.no_grad():
-        found = model.losses(Inputs.of(part, CPU), wanted[part.examples], COMPUTE)
+        losses = model.losses(Inputs.of(part, CPU), expected[part.examples], COMPUTE)
         logits = two_logits(model, encoder, encoded)
     for i, (start, end, _) in enumerate(logits):
-        loss = (F.cross_entropy(start, wanted[i, 0]) + F.cross_entropy(end, wanted[i, 1])) / 2
-        assert float(found[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
+        loss = (F.cross_entropy(start, expected[i, 0]) + F.cross_entropy(end, expected[i, 1])) / 2
+        assert float(losses[list(part.examples).index(i)]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def two_logits(model, encoder, encoded):
     p = head(model)
-    for hidden, is_context in their_hidden(encoder, encoded):
+    for hidden, is_context in reference_hidden(encoder, encoded):
         if "dense.weight" in p:  # ModernBertPredictionHead
             inner = F.gelu(hidden @ p["dense.weight"].T)
             hidden = F.layer_norm(inner, inner.shape[1:], p["norm.weight"], None, 1e-5)
         yield *(hidden @ p["classifier.weight"].T + p["classifier.bias"]).unbind(1), is_context
 
 
-def test_two_logit_predictions_add_the_ends(encoder):
+def test_two_logit_predictions_add_start_and_end(encoder):
     encoded = examples()
     model = reader(encoder, TwoLogitReader)
     starts, start_scores, ends, end_scores, null = Inference(model, COMPUTE).by_example(encoded)

@@ -1,4 +1,4 @@
-"""Scores of tags; tagging from the command line and in scripts: learning, long texts, spans beside transformers'."""
+"""Scores of tags; tagging from the command line and from Python: training, long texts, spans as in transformers."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def ids_of(labels, *sentences):
 def seqeval_scores(truth, predicted):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {
+        scores = {
             "precision": seqeval_metrics.precision_score(truth, predicted, zero_division=0),
             "recall": seqeval_metrics.recall_score(truth, predicted, zero_division=0),
             "f1": seqeval_metrics.f1_score(truth, predicted, zero_division=0),
@@ -51,10 +51,10 @@ def seqeval_scores(truth, predicted):
         }
         report = seqeval_metrics.classification_report(truth, predicted, zero_division=0, output_dict=True)
     types = {name: row for name, row in report.items() if not name.endswith("avg") and row["support"]}
-    return found | {f"f1_{name}": row["f1-score"] for name, row in types.items()}
+    return scores | {f"f1_{name}": row["f1-score"] for name, row in types.items()}
 
 
-def test_nothing_found_and_nothing_there():
+def test_scores_without_predicted_or_annotated_entities():
     nothing = ids_of(IOB2, "O O")
     something = ids_of(IOB2, "B-PER O")
     zeros = {"precision": 0, "recall": 0, "f1": 0}
@@ -64,7 +64,7 @@ def test_nothing_found_and_nothing_there():
 
 
 @pytest.mark.parametrize("prefixes", ["BI", "BIES"])
-def test_entities_as_seqeval_scores_them(prefixes):
+def test_entity_scores_equal_seqeval(prefixes):
     rng = random.Random(prefixes)
     labels = ("O", *(f"{prefix}-{type_}" for type_ in "XYZ" for prefix in prefixes))
     for _ in range(30):
@@ -73,15 +73,15 @@ def test_entities_as_seqeval_scores_them(prefixes):
         ids = [ids_of(labels, *map(" ".join, sentences)) for sentences in (truth, predicted)]
         # A split's targets are an array of arrays.
         targets = np.fromiter(ids[0], dtype=object, count=len(ids[0]))
-        found = tag_scores(task_of(labels), targets, ids[1])
-        assert found == pytest.approx(seqeval_scores(truth, predicted), rel=1e-12)
-        assert all(type(value) is float for value in found.values())
+        scores = tag_scores(task_of(labels), targets, ids[1])
+        assert scores == pytest.approx(seqeval_scores(truth, predicted), rel=1e-12)
+        assert all(type(value) is float for value in scores.values())
 
 
 def test_tags_without_a_scheme_are_classes():
     task = task_of(tuple("AB"), "none", "accuracy")
-    found = tag_scores(task, [np.array([0, 1]), np.array([1])], [np.array([0, 0]), np.array([1])])
-    assert found == pytest.approx({"accuracy": 2 / 3, "f1_macro": 2 / 3})
+    scores = tag_scores(task, [np.array([0, 1]), np.array([1])], [np.array([0, 0]), np.array([1])])
+    assert scores == pytest.approx({"accuracy": 2 / 3, "f1_macro": 2 / 3})
 
 
 @pytest.fixture(scope="module")
@@ -93,21 +93,21 @@ def tagger(encoder_folder, conll_folder, tmp_path_factory):
     return out / "tagging", results["tagging"]
 
 
-def test_the_tagger_has_the_logits_of_transformers(tagger):
-    """A text of several chunks: each word in the chunk in which it has the most context."""
+def test_logits_equal_transformers(tagger):
+    """In a text of several chunks, each word is taken from the chunk in which it has the most context."""
     folder = tagger[0] / "seed-0" / "model"
-    theirs = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    reference = AutoModelForTokenClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     words = next(tokens for tokens, _ in tagged_sentences(50, 9, (60, 80)))
     pieces = [tokenizer.encode(word, add_special_tokens=False) for word in words]
-    flat = [piece for each in pieces for piece in each]
+    flat = [piece for word_pieces in pieces for piece in word_pieces]
     first = np.cumsum([0, *map(len, pieces)])
     spans = squad_reference.chunk_spans(len(flat), 46, 12)
     outputs = []
     for start, length in spans:
         ids = [tokenizer.cls_token_id, *flat[start : start + length], tokenizer.sep_token_id]
         with torch.no_grad():
-            outputs.append(theirs(torch.tensor([ids])).logits[0, 1:-1].numpy())
+            outputs.append(reference(torch.tensor([ids])).logits[0, 1:-1].numpy())
 
     chosen = [squad_reference.chunk_of_most_context(spans, piece) for piece in first[:-1]]
     expected = [outputs[chunk][first[i] - spans[chunk][0]] for i, chunk in enumerate(chosen)]
@@ -115,21 +115,22 @@ def test_the_tagger_has_the_logits_of_transformers(tagger):
     np.testing.assert_allclose(ef.load(folder).outputs([words]), expected, atol=1e-5)
 
 
-def test_spans_are_those_of_the_pipeline(tagger):
-    """Words of one piece, whose entities `transformers` finds alike; characters count code points."""
+def test_spans_equal_the_pipeline(tagger):
+    """Words have one piece each, so that `transformers` finds the same entities; offsets count code points."""
     folder = tagger[0] / "seed-0" / "model"
     texts = ["the object of module file", "the 😀 class returns שלום line", "value", ""]
     find = pipeline("token-classification", str(folder), aggregation_strategy="first")
     call = 'pipeline("token-classification", "path/to/this/folder", aggregation_strategy="first")'
     assert call in (folder / "README.md").read_text()
     for text, answer in zip(texts, ef.load(folder).predict(texts), strict=True):
-        theirs = [(each["start"], each["end"], each["entity_group"]) for each in find(text)] if text else []
-        assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == theirs
+        entities = find(text) if text else []
+        expected = [(entity["start"], entity["end"], entity["entity_group"]) for entity in entities]
+        assert [(span["start"], span["end"], span["label"]) for span in answer["spans"]] == expected
         assert all(text[span["start"] : span["end"]] == span["text"] for span in answer["spans"])
 
 
 def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
-    """In scripts without spaces each letter is a word; the first one of a token decides."""
+    """In scripts without spaces each letter is a word, and the first letter of a token decides."""
     (tmp_path / "vocab.txt").write_text(
         "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "タワー", "##の", "##タワー"]) + "\n"
     )
@@ -148,11 +149,11 @@ def test_letters_that_share_a_token_are_in_one_entity(tmp_path):
     assert [(span["start"], span["end"]) for span in answer["spans"]] == [(0, 3), (4, 7)]
 
 
-def test_tags_of_a_file(tagger, conll_folder, tmp_path):
-    """The words of long sentences come from several chunks."""
+def test_prediction_of_files(tagger, conll_folder, tmp_path):
+    """The words of long sentences are in several chunks."""
     folder = tagger[0] / "seed-0"
-    found = tagger[1]
-    assert found["metric"] == "f1" and found["median"] > 0.9
+    results = tagger[1]
+    assert results["metric"] == "f1" and results["median"] > 0.9
     run = in_process.run("predict", folder / "model", conll_folder / "dev.conll")
     answers = [json.loads(line) for line in run.stdout.splitlines()]
     stored = [json.loads(line) for line in (folder / "predictions.dev.jsonl").read_text().splitlines()]
@@ -164,21 +165,21 @@ def test_tags_of_a_file(tagger, conll_folder, tmp_path):
     answers = [json.loads(line) for line in run.stdout.splitlines()]
     assert [answer["words"] for answer in answers] == [["the", "object", "of", "it"], [], ["module", "file"]]
     assert [len(answer["tags"]) for answer in answers] == [4, 0, 2]
-    with pytest.raises(InputError, match="example 0 is 3; it must be a text or a list of words"):
+    with pytest.raises(InputError, match="example 0 = 3: must be a text or a list of words"):
         ef.load(folder / "model").predict([3])
 
 
-def test_a_list_of_words_is_a_row_and_other_columns_pass_through(tagger, tmp_path):
+def test_rows_with_lists_of_words_keep_other_columns(tagger, tmp_path):
     folder = tagger[0] / "seed-0/model"
     rows = '{"id": "7", "tokens": ["the", "object"], "tags": "x"}\n{"tokens": [null]}\n'
     (tmp_path / "rows.jsonl").write_text(rows)
-    (own,) = ef.load(folder).predict(["the object"])
+    (answer,) = ef.load(folder).predict(["the object"])
     run = in_process.run("predict", folder, tmp_path / "rows.jsonl", "--skip-bad-rows", "1")
-    assert json.loads(run.stdout) == {"id": "7"} | own | {"input": {"tags": "x"}}
-    assert "line 2: 'tokens' has None, which is not a word" in run.stderr
+    assert json.loads(run.stdout) == {"id": "7"} | answer | {"input": {"tags": "x"}}
+    assert "line 2: tokens = None: must be a word" in run.stderr
 
 
-def test_weights_of_tags_and_of_types(tiny_vocab):
+def test_class_weights_of_tags_and_types(tiny_vocab):
     rows = [{"tokens": ["the", "class", "value"], "tags": tags} for tags in (["B-X", "I-X", "O"], ["B-Y", "O", "O"])]
     others = [row | {"tokens": ["a", "b", "c"]} for row in rows]
     tables = {"train": MemoryTable.of("train", rows), "dev": MemoryTable.of("dev", others)}
@@ -195,8 +196,8 @@ def test_weights_of_tags_and_of_types(tiny_vocab):
         assert not chunks.weights[chunks.targets < 0].any()
 
 
-def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
-    """Labels that are no entities: a span for each word."""
+def test_tagger_from_transformers(encoder_folder, tmp_path):
+    """Labels without prefixes result in a span for each word."""
     labels = {0: "NOUN", 1: "VERB", 2: "X"}
     model = ElectraForTokenClassification.from_pretrained(encoder_folder, id2label=labels, num_labels=3)
     model.save_pretrained(tmp_path)
@@ -221,10 +222,10 @@ def test_a_tagger_from_elsewhere(encoder_folder, tmp_path):
         ("a.txt", "Ann met\nBob\n"),
     ],
 )
-def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
+def test_pipe_is_predicted_like_a_file(tmp_path, name, content):
     def examples(path):
-        with open_examples(TASK_TYPES["tagging"], Source(path=path)) as found:
-            return [example for example, _ in found.rows]
+        with open_examples(TASK_TYPES["tagging"], Source(path=path)) as source:
+            return [example for example, _ in source.rows]
 
     (tmp_path / name).write_text(content)
     reading, writing = os.pipe()
@@ -235,15 +236,15 @@ def test_a_pipe_is_predicted_as_the_file(tmp_path, name, content):
     finally:
         os.close(reading)
     assert texts == examples(tmp_path / name)
-    assert [" ".join(each) if isinstance(each, list) else each for each in texts] == ["Ann met", "Bob"]
+    assert [" ".join(text) if isinstance(text, list) else text for text in texts] == ["Ann met", "Bob"]
 
 
-def test_bad_rows_of_what_is_copied_are_said(tmp_path):
+def test_bad_rows_of_a_copied_stream_are_reported(tmp_path):
     row = json.dumps({"text": "Ann", "tokens": [{"text": "Ann"}]})
     (tmp_path / "a.dat").write_text(f"{row}\n{{broken\n{row}\n")
     source = Source(path=tmp_path / "a.dat", format="jsonl")
-    with open_examples(TASK_TYPES["tagging"], source) as found, pytest.raises(InputError, match="line 2: not a JSON"):
-        list(found.rows)
-    with open_examples(TASK_TYPES["tagging"], replace(source, skip_bad_rows=1)) as found:
-        assert [example for example, _ in found.rows] == [["Ann"], ["Ann"]]
-        assert any("1 bad row is left out" in note and "line 2" in note for note in found.notes)
+    with open_examples(TASK_TYPES["tagging"], source) as opened, pytest.raises(InputError, match="line 2: not a JSON"):
+        list(opened.rows)
+    with open_examples(TASK_TYPES["tagging"], replace(source, skip_bad_rows=1)) as opened:
+        assert [example for example, _ in opened.rows] == [["Ann"], ["Ann"]]
+        assert any("1 bad row is left out" in note and "line 2" in note for note in opened.notes)

@@ -1,1 +1,1 @@
-"""Readers of training and prediction data: tables, GLUE, SQuAD and its relatives, tagged text."""
+"""Readers of training and prediction data: tables, GLUE, SQuAD and similar files, tagged text."""

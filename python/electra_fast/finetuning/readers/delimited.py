@@ -1,4 +1,4 @@
-"""Cells of .tsv and .csv files: delimiters, quotes, and errors in single lines."""
+"""Cells of .tsv and .csv files: delimiters, quotes, and errors of single lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.text_files import TextFile
 
-# A row or its error, and its line.
+# The line of a row, and the row or its error.
 Record = tuple[int, dict[str, Any] | InputError]
 _Cells = list[str] | InputError
 QUOTINGS = ("auto", "csv", "backslash", "none")
@@ -23,14 +23,14 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
 
 
 class Loaded(NamedTuple):
-    """A table whose header is read."""
+    """A table whose header has been read."""
 
     columns: tuple[str, ...] | None
-    """None if each row has its own."""
+    """None if each row has its own names."""
     read: Callable[[Sequence[str]], Iterator[Record]]
     """Yields the rows with all or some columns."""
     class_names: dict[str, tuple[str, ...]] = {}
-    """The names of numbers, by column."""
+    """Class names of integer labels, by column."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class Dialect:
     """Delimiter and quotes of .tsv and .csv files.
 
     Args:
-        quoting: Whether quotes enclose cells; `auto`: in .csv files, and in .tsv files that tabs do not separate.
-            `backslash`: they do, and a quote within follows a backslash, as Spark and MySQL write it.
-        delimiter: A character or its name, such as `tab`; empty for that of the extension, or if the header then has a
-            single column, the one that it shows.
-        no_header: The first line is a row, and the columns are named 0, 1, 2 and so on.
-        fields: In files of other formats, fields of objects to read as columns: `review.body`.
+        quoting: `csv`: quotes enclose cells. `backslash`: they do, and a quote within a cell follows a backslash, as
+            Spark and MySQL write it. `none`: quotes are text. `auto`: `none` in .tsv files separated by tabs, else
+            `csv`.
+        delimiter: A character or its name, such as `tab`. If empty, the extension decides, or the header if it would
+            then have a single column.
+        no_header: The first line is a row; columns are named 0, 1, 2 and so on.
+        fields: Fields of nested objects to read as columns in other formats, such as `review.body`.
     """
 
     quoting: str = "auto"
@@ -53,16 +54,16 @@ class Dialect:
 
     def __post_init__(self) -> None:
         if self.quoting not in QUOTINGS:
-            raise InputError(f"quoting is {self.quoting!r}; it can be one of {', '.join(map(repr, QUOTINGS))}")
+            raise InputError(f"quoting = {self.quoting!r}: must be one of {', '.join(QUOTINGS)}")
         delimiter = DELIMITERS.get(self.delimiter, self.delimiter.replace("\\t", "\t"))
         if len(delimiter) > 1 or (delimiter and delimiter in '"\r\n'):
             names = ", ".join(DELIMITERS)
-            raise InputError(f"--delimiter is {self.delimiter!r}; it can be a character or one of {names}")
+            raise InputError(f"--delimiter = {self.delimiter!r}: must be a character or one of {names}")
         object.__setattr__(self, "delimiter", delimiter)
 
 
 DIALECT: dict[str, Any] = {"quoting": "auto", "delimiter": "", "no_header": False}
-"""The options that make a `Dialect`, with their defaults."""
+"""The options of a `Dialect` with their defaults."""
 
 
 def with_fields(dialect: Dialect, columns: Iterable[Iterable[str]]) -> Dialect:
@@ -78,7 +79,7 @@ def reject_duplicates(path: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[str]) -> Loaded:
-    """Reads the header of a file, and notes a delimiter that differs from the extension's."""
+    """Reads the header of a file; adds a note if the delimiter is not the usual one of the extension."""
     lines = enumerate(file.lines(), 1)
     line, first = next(((line, text) for line, text in lines if text.strip()), (0, ""))
     delimiter = dialect.delimiter
@@ -86,19 +87,19 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
         delimiter = delimiter or declared[1]
         line, first = next(lines, (0, ""))
     if not first:
-        raise InputError(f"{file.path}: empty; the first line has to name the columns")
-    own = "\t" if format == ".tsv" else ","
-    delimiter = delimiter or _shown_delimiter(file.path, first, own)
+        raise InputError(f"{file.path}: empty; the first line must name the columns")
+    default = "\t" if format == ".tsv" else ","
+    delimiter = delimiter or _detected_delimiter(file.path, first, default)
     hint = ""
-    if delimiter != own and not dialect.delimiter:
-        name = next((name for name, each in DELIMITERS.items() if each == delimiter), repr(delimiter))
-        hint = f"{name}s separate the cells, as the first line shows; choose with --delimiter"
+    if delimiter != default and not dialect.delimiter:
+        name = next((name for name, character in DELIMITERS.items() if character == delimiter), repr(delimiter))
+        hint = f"the cells of the first line are separated by {name}s; choose another delimiter with --delimiter"
         notes.append(f"{file.path}: {hint}")
     is_text = (format, delimiter) == (".tsv", "\t") if dialect.quoting == "auto" else dialect.quoting == "none"
     numbered: Iterator[tuple[int, str]] = itertools.chain([(line, first)], lines)
     if dialect.quoting == "backslash":
-        # Two quotes take the place of each one after a backslash; a second backslash escapes that one.
-        double = lambda found: "\\" * (len(found[1]) // 2) + '"' * (1 + len(found[1]) % 2)  # noqa: E731
+        # \" becomes two quotes; an even number of backslashes escapes backslashes only.
+        double = lambda match: "\\" * (len(match[1]) // 2) + '"' * (1 + len(match[1]) % 2)  # noqa: E731
         numbered = ((number, re.sub(r'(\\+)"', double, text)) for number, text in numbered)
     records: Iterator[tuple[int, _Cells]]
     records = plain_cells(numbered, delimiter) if is_text else _quoted_cells(file.path, numbered, delimiter)
@@ -112,7 +113,7 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
     while header.count("") > 1 and not header[-1]:  # appended by a spreadsheet; their cells must be empty
         header.pop()
     names = reject_duplicates(file.path, header)
-    # In a single column, blank lines are empty texts unless they come last.
+    # In a table of one column, blank lines are empty texts, except at the end of the file.
     records = without_blank_end(records) if len(names) == 1 else (record for record in records if record[1])
     if is_text and dialect.quoting == "auto":
         records = _noting_quotes(file.path, records, notes)
@@ -120,7 +121,7 @@ def load_delimited(file: TextFile, format: str, dialect: Dialect, notes: list[st
 
 
 def _noting_quotes(path: Path, records: Iterator[tuple[int, _Cells]], notes: list[str]) -> Iterator[tuple[int, _Cells]]:
-    """Yields the records; notes after the last one that all quotes in cells are those of a quoted cell."""
+    """Yields the records; after the last one, adds a note if every cell with a quote looks like a quoted cell."""
     number = 0
     for record in records:
         for cell in () if isinstance(record[1], InputError) else record[1]:
@@ -130,21 +131,21 @@ def _noting_quotes(path: Path, records: Iterator[tuple[int, _Cells]], notes: lis
         yield record
     if number > 0:
         notes.append(
-            f"{path}: quotes are part of {number:,} cells, all as if they enclosed them; add --quoting csv if so"
+            f"{path}: quotes around {number:,} cells are read as text; if they only enclose cells, add --quoting csv"
         )
 
 
-def _shown_delimiter(path: Path, header: str, own: str) -> str:
-    """Returns the extension's delimiter, or if the header then has one column, the one that gives the most."""
+def _detected_delimiter(path: Path, header: str, default: str) -> str:
+    """Returns the extension's delimiter or, if the header then has one column, the delimiter with most columns."""
     unquoted = re.sub(r'"(?:[^"]|"")*"', "", header)
-    counts = {each: unquoted.count(each) + 1 for each in DELIMITERS.values()}
+    counts = {character: unquoted.count(character) + 1 for character in DELIMITERS.values()}
     most = max(counts.values())
-    best = [each for each, count in counts.items() if count == most]
-    if most == 1 or (own == "\t" and counts[own] > 1):
-        return own
-    if len(best) > 1 or (counts[own] > 1 and best != [own]):
-        found = " or ".join(name for name, each in DELIMITERS.items() if counts[each] > 1)
-        raise InputError(f"{path}: line 1: {found} may separate the cells; choose with --delimiter")
+    best = [character for character, count in counts.items() if count == most]
+    if most == 1 or (default == "\t" and counts[default] > 1):
+        return default
+    if len(best) > 1 or (counts[default] > 1 and best != [default]):
+        candidates = " or ".join(name for name, character in DELIMITERS.items() if counts[character] > 1)
+        raise InputError(f"{path}: line 1: the delimiter may be {candidates}; choose it with --delimiter")
     return best[0]
 
 
@@ -166,7 +167,7 @@ def _delimited_rows(
 
 
 def without_blank_end(records: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Turns records of blank lines into empty cells, unless they come last."""
+    """Turns blank lines into empty cells, except at the end of the file."""
     blank: list[int] = []
     for line, cells in records:
         if cells:
@@ -184,15 +185,15 @@ def plain_cells(lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tu
 
 
 def iterate_cells(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the line number and cells of each line, in which quotes are text; blank lines at the end are ignored."""
+    """Yields the number and the cells of each line; quotes are text, and blank lines at the end are ignored."""
     with TextFile(path) as file:
         yield from without_blank_end(plain_cells(enumerate(file.lines(), 1), delimiter))
 
 
 def _quoted_cells(path: Path, lines: Iterator[tuple[int, str]], delimiter: str) -> Iterator[tuple[int, _Cells]]:
-    """Yields records by RFC 4180 with the line where each begins; a bad line as its error.
+    """Yields records as RFC 4180 defines them with their first lines, and an error in place of each bad line.
 
-    Raises the error of a bad record of several lines, which may be the rest of the file after an open quote.
+    Raises the error if a bad record has several lines: after an open quote it may be the rest of the file.
     """
     record: list[tuple[int, str]] = []
 

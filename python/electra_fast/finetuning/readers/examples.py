@@ -1,7 +1,7 @@
-"""Reads the files of a task in one pass each: `read_examples` is the frame, a `Parser` per kind of task the rest.
+"""Reads the files of a task in one pass each: `read_examples` for every kind of task, with a `Parser` for each kind.
 
-Where a user gives no validation file, a part of the training examples is set aside. The choosers return rows of the
-training split; each is a function of the examples, the fraction and the seed.
+Without a validation file, a fraction of the training examples becomes the validation set. The functions that choose
+them return rows of the training split; the result depends only on the examples, the fraction and the seed.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from electra_fast.finetuning.report.train_overlap import text_key
 from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fraction, select
 
 F = TypeVar("F")
-"""What a parser keeps of a file."""
+"""A file as its parser stores it."""
 Columns = tuple[str, ...]
 Trained = tuple[Sequence[Columns], Sequence[Columns]]
-"""The text and label columns of a model's training, if known."""
+"""The text and label columns that a model was trained on, if known."""
 Fold = tuple[int, int]
 """A fold's number, from 0, and the number of folds."""
 _ROWS = -2
-"""Key of the number of rows among the counts of labels."""
+"""Key of the number of rows in a counter of labels."""
 
 
 @dataclass
 class Parser(ABC, Generic[F]):
     """Turns the rows or lines of files into the examples of one kind of task.
 
-    Rows that cannot be used are collected in `bad`; `notes` receives lines for the user.
+    Unusable rows are collected in `bad`, lines for the user in `notes`.
     """
 
-    what: ClassVar = "examples"
+    unit: ClassVar = "examples"
 
     quoting: Quoting
     skip_bad_rows: int
     group: str
-    """A column: examples with the same value are not separated."""
+    """A column whose equal values keep examples in the same split."""
     notes: list[str] = field(default_factory=list, init=False)
     hint: str = field(default="", init=False)
-    """Ends the list of bad rows."""
+    """Text after the list of bad rows."""
 
     def __post_init__(self) -> None:
         self.bad = BadRows(self.skip_bad_rows)
 
     @abstractmethod
     def read(self, paths: Mapping[str, Path]) -> dict[str, F]:
-        """Reads the files of the splits, with labels as they have them."""
+        """Reads the files of the splits, with the labels as written."""
 
     @abstractmethod
     def task(self, files: dict[str, F]) -> Task:
-        """Returns the task that the training file shows; may convert the labels of all files."""
+        """Returns the task, derived from the training file; may convert the labels of all files."""
 
     @abstractmethod
     def split(self, name: str, file: F, task: Task) -> Split:
@@ -68,18 +68,18 @@ class Parser(ABC, Generic[F]):
 
     @abstractmethod
     def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
-        """Chooses a fraction of the training examples to validate on."""
+        """Chooses a fraction of the training examples for validation."""
 
     def complete(self, task: Task, splits: dict[str, Split]) -> Task:
-        """Returns the task as the training split completes it; adds notes on the splits."""
+        """Returns the task, completed with statistics of the training split; adds notes on the splits."""
         return task
 
     def columns(self, files: dict[str, F]) -> Trained:
-        """Returns the columns of text and of labels that were read, if known."""
+        """Returns the text and label columns that were read, if known."""
         return (), ()
 
     def group_rows(self, whole: Split) -> Sequence[Row]:
-        """Returns the rows that have the column of `--group`."""
+        """Returns the rows in which to look up the column of `--group`."""
         return whole.columns or []
 
     def validation_rows(
@@ -91,11 +91,11 @@ class Parser(ABC, Generic[F]):
         return grouped_rows(whole, share, choose, seed, [row.get(self.group) for row in rows])
 
     def described_part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
-        """Says what is set aside; raises InputError if it is nothing."""
+        """Describes the validation set; raises InputError if it is empty."""
         if not len(chosen):
-            few = f"{len(whole.texts)} {self.what} are too few to set a dev split aside; give one with --dev"
+            few = f"{len(whole.texts)} {self.unit} are too few for a validation set; pass one with --dev"
             raise InputError(f"{whole.path}: {few}")
-        return f"{len(chosen):,} of {len(whole.texts):,} {self.what}"
+        return f"{len(chosen):,} of {len(whole.texts):,} {self.unit}"
 
 
 def read_examples(
@@ -108,9 +108,9 @@ def read_examples(
     folds: Fold | None,
     seed: int,
 ) -> TaskData:
-    """Reads the files of a task; sets a fraction of `train` aside, or a fold, if there is no `dev`.
+    """Reads the files of a task; without `dev`, validates on a fraction or a fold of `train`.
 
-    Raises FileNotFoundError, or InputError if a file, a column or a value cannot be used, with place and remedy.
+    Raises FileNotFoundError, or InputError with the place and a remedy if a file, column or value cannot be used.
     """
     check_dev_fraction(dev_fraction)
     paths = {name: path for name, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
@@ -130,8 +130,8 @@ def read_examples(
         chosen = parser.validation_rows(whole, folds or dev_fraction, choose, seed)
         part = parser.described_part(whole, chosen)
         if folds is None:
-            how = f"{part} are set aside as the dev split (seed {seed}); give your own with --dev"
-            parser.notes.append(f"{train}: {how}")
+            note = f"{part} become the validation set (seed {seed}); pass another one with --dev"
+            parser.notes.append(f"{train}: {note}")
         rest = np.delete(np.arange(len(whole.texts)), chosen)
         splits["train"] = select(whole, "train", rest)
         splits["dev"] = select(whole, "dev", np.sort(chosen))
@@ -151,13 +151,13 @@ def read_examples(
 def check_labeled(name: str, path: Path, num_examples: int) -> None:
     if not num_examples:
         flag = "--label" if name in ("train", "data") else f"--{name}-label"
-        raise InputError(f"{path}: no example has a label that can be used; choose the column with {flag}")
+        raise InputError(f"{path}: no example has a usable label; choose the column with {flag}")
 
 
 def validation_rows(
     whole: Split, share: float | Fold, choose: Callable[[Split, float], NDArray[np.intp]]
 ) -> NDArray[np.intp]:
-    """Returns the rows to validate on: a fraction of all, or those of a fold; each row is in one fold.
+    """Returns the rows for validation: a fraction of all rows, or one fold. Folds do not overlap.
 
     `choose` returns the positions of a fraction of the examples. Raises InputError for a fold without examples.
     """
@@ -165,11 +165,11 @@ def validation_rows(
         return choose(whole, share)
     number, num_folds = share
     rest = np.arange(len(whole.texts))
-    for each in range(num_folds - 1):
-        chosen = choose(select(whole, whole.name, rest), 1 / (num_folds - each))
+    for fold in range(num_folds - 1):
+        chosen = choose(select(whole, whole.name, rest), 1 / (num_folds - fold))
         if not 0 < len(chosen) < len(rest):
-            raise InputError(f"{whole.path}: too few examples or contexts for {num_folds} folds")
-        if each == number:
+            raise InputError(f"{whole.path}: too few examples or contexts for {num_folds} folds; lower --folds")
+        if fold == number:
             return rest[chosen]
         rest = np.delete(rest, chosen)
     return rest
@@ -182,12 +182,12 @@ def grouped_rows(
     seed: int,
     values: Sequence[Any] = (),
 ) -> NDArray[np.intp]:
-    """Returns the rows to validate on, like `validation_rows`, without separating rows that belong together.
+    """Returns the rows for validation, like `validation_rows`, but never splits a group of related rows.
 
-    Rows of equal texts do (without case, spaces and punctuation), and those of an equal value, if `values` has one per
-    row. Groups are assigned to the parts as scikit-learn's StratifiedGroupKFold does: the largest first, each where
-    the parts' labels stay nearest to their shares. Where a few texts make up the whole split, equal ones are separated
-    after all. Raises InputError if the values make fewer groups than parts.
+    Rows are related if their texts are equal (ignoring case, spaces and punctuation) or if their `values`, one per row,
+    are equal. Groups are assigned to parts as in scikit-learn's StratifiedGroupKFold: the largest first, each to the
+    part that keeps the distribution of labels most even. If the split consists of a few repeated texts, equal texts may
+    be split after all. Raises InputError if the values form fewer groups than there are parts.
     """
     groups = _groups(whole, values)
     number, shares = (0, [share, 1 - share]) if isinstance(share, float) else (share[0], [1 / share[1]] * share[1])
@@ -210,7 +210,7 @@ def grouped_rows(
 
 
 def _groups(whole: Split, values: Sequence[Any]) -> NDArray[np.int64]:
-    """Numbers the groups of rows with equal texts or values, from 0; rows without words or value are in none."""
+    """Numbers the groups of rows with equal texts or values, from 0; a row without words and value is a group."""
     known: dict[str, list[str]] = {}
     first = dict[tuple[str, Any], int]()
     parent = list(range(len(whole.texts)))
@@ -239,10 +239,10 @@ def _labels(whole: Split) -> Iterator[list[int]]:
 
 
 def _parts(counts: Sequence[Counter[int]], shares: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """Returns the part of each group, given the counts of its labels."""
+    """Assigns each group to a part, by the label counts of the groups."""
     totals = Counter[int]()
-    for own in counts:
-        totals.update(own)
+    for labels in counts:
+        totals.update(labels)
     filled = [Counter[int]() for _ in shares]
     parts = np.zeros(len(counts), np.int64)
     order = np.random.default_rng(seed).permutation(len(counts)).tolist()
@@ -258,9 +258,9 @@ def _parts(counts: Sequence[Counter[int]], shares: Sequence[float], seed: int) -
 
 
 def _cover(counts: Sequence[Counter[int]], parts: NDArray[np.int64]) -> None:
-    """Moves the smallest group of each label that the first part lacks there, if the second keeps the label."""
-    left = Counter(label for own, part in zip(counts, parts, strict=True) if part for label in own)
-    have = {label for own, part in zip(counts, parts, strict=True) if not part for label in own}
+    """Moves the smallest group with each label that part 0 lacks to part 0, if part 1 keeps the label."""
+    left = Counter(label for labels, part in zip(counts, parts, strict=True) if part for label in labels)
+    have = {label for labels, part in zip(counts, parts, strict=True) if not part for label in labels}
     for group in sorted(np.flatnonzero(parts).tolist(), key=lambda group: counts[group][_ROWS]):
         if not have.issuperset(counts[group]) and all(left[label] > 1 for label in counts[group]):
             parts[group] = 0
@@ -269,7 +269,7 @@ def _cover(counts: Sequence[Counter[int]], parts: NDArray[np.int64]) -> None:
 
 
 def stratified(groups: NDArray[np.int64], num_wanted: int, seed: int) -> NDArray[np.intp]:
-    """Chooses rows from every group of two or more in proportion to its size, one at least and never all of it."""
+    """Chooses rows in proportion to the sizes of groups: from groups of two or more, at least one row and never all."""
     order = np.random.default_rng(seed).permutation(len(groups))
     shuffled = groups[order]
     sizes = np.bincount(groups)
@@ -284,7 +284,7 @@ def stratified(groups: NDArray[np.int64], num_wanted: int, seed: int) -> NDArray
 
 
 def covering(has_label: NDArray[np.bool_], num_wanted: int, seed: int) -> NDArray[np.intp]:
-    """Chooses rows such that every label of two or more is among them and among the others, where that is possible."""
+    """Chooses rows so that, if possible, each label of two or more rows is both among them and among the rest."""
     order = np.random.default_rng(seed).permutation(len(has_label))
     left = has_label.sum(0)
     chosen = dict[int, None]()
@@ -305,7 +305,7 @@ def covering(has_label: NDArray[np.bool_], num_wanted: int, seed: int) -> NDArra
 
 
 def with_all_tags(train: Split, task: Task, num_wanted: int, seed: int) -> NDArray[np.intp]:
-    """Chooses sentences such that every tag keeps one for training, and where it has another, one for validation."""
+    """Chooses sentences so that each tag keeps one for training and, if it has two or more, gets one for validation."""
     assert train.targets is not None  # only a test file may lack tags
     num_rows = len(train.texts)
     tags = [set(target.tolist()) for target in train.targets]
@@ -313,7 +313,7 @@ def with_all_tags(train: Split, task: Task, num_wanted: int, seed: int) -> NDArr
     chosen: dict[int, None] = {}
     order = np.random.default_rng(seed).permutation(num_rows).tolist()
     lacking = {number for number, label in enumerate(task.labels) if task.scheme == "none" or label[:1] == "B"}
-    for is_any_wanted in (False, True):  # first what the validation split lacks
+    for is_any_wanted in (False, True):  # first the tags that the validation set lacks
         for row in order:
             is_wanted = len(chosen) < num_wanted if is_any_wanted else not lacking.isdisjoint(tags[row])
             if is_wanted and row not in chosen and all(left[tag] > 1 for tag in tags[row]):

@@ -1,7 +1,7 @@
-"""Reads the nine GLUE tasks in their usual layouts, and writes predictions in the format of the GLUE server.
+"""Reads the nine GLUE tasks in their usual layouts and writes predictions in the format of the GLUE server.
 
-Quotes are text in .tsv files; a file without a header has the official columns. In the Hub's .parquet files, numbers
-are labels in the order of the names in the file's metadata, else in the official order.
+In .tsv files quotes are text, and a file without a header has the official columns. In .parquet files from the Hub,
+integer labels follow the class names in the file's metadata, or else the official order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from electra_fast.errors import InputError
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.finetuning.readers.delimited import iterate_cells
 from electra_fast.finetuning.readers.labels import is_number
-from electra_fast.finetuning.readers.rows import abbreviated, place, there_are
+from electra_fast.finetuning.readers.rows import abbreviated, available_columns, place
 from electra_fast.finetuning.readers.tables import open_table
 from electra_fast.finetuning.task import Split, Task, TaskData, select
 
 LABEL_COLUMNS = ("gold_label", "Quality", "is_duplicate", "score", "label")
 ID_COLUMNS = ("index", "id", "idx")
 SENTENCE_PAIR = ("sentence1", "sentence2")
-# The published QQP and MNLI training files hold a few malformed lines.
-MAX_MALFORMED_SHARE = 0.01
+# The published QQP and MNLI training files have a few malformed lines.
+MAX_MALFORMED_FRACTION = 0.01
 MAX_SIMILARITY = 5.0
 UNDECIDED = -1
 UNKNOWN = -2
@@ -47,19 +47,19 @@ class GlueTask:
     folder: str
     """Official name of the folder and of the submission."""
     texts: tuple[tuple[str, ...], ...]
-    """Text columns: the official ones, then those of Hugging Face's exports."""
+    """Names of the text columns: official, then in Hugging Face's exports."""
     columns: tuple[str, ...] = ()
-    """Official columns of the training file; empty for an index, the texts and the label."""
+    """Official columns of the training file; empty: an index, the texts and the label."""
     test_columns: tuple[str, ...] = ()
-    """Empty for an index and the texts."""
+    """Official columns of the test file; empty: an index and the texts."""
     dev_columns: tuple[str, ...] = ()
-    """Empty if they are those of the training file."""
+    """Official columns of the dev file; empty: the same as in the training file."""
     words: tuple[str, ...] = ()
     """Other names of the labels."""
     aliases: tuple[str, ...] = ()
-    """Further folder names in lower case, without punctuation."""
+    """Other folder names, in lower case and without punctuation."""
     variants: tuple[str, ...] = ("",)
-    """Endings of the dev and test files."""
+    """Suffixes of the dev and test file names."""
 
     def official_columns(self, split: str) -> tuple[str, ...]:
         usual = ("index", *self.texts[0])
@@ -141,9 +141,9 @@ TASKS: dict[str, GlueTask] = {
 
 
 def read(name: str, folder: Path) -> TaskData:
-    """Reads a task from its own folder or from one that holds the folders of several.
+    """Reads a task from its folder or from the folder above the folders of several tasks.
 
-    Raises FileNotFoundError, or InputError if a file cannot be used, with the line and the remedy.
+    Raises FileNotFoundError, or InputError with the line and a remedy if a file cannot be used.
     """
     glue = TASKS[name]
     folder = locate(name, folder)
@@ -162,14 +162,14 @@ def read(name: str, folder: Path) -> TaskData:
 
 
 def held_tasks(folder: Path) -> list[str]:
-    """Returns the tasks whose folders are in `folder`, in the order of `TASKS`, or the one whose folder it is."""
-    if held := [name for name in TASKS if _subfolder(name, folder)]:
-        return held
+    """Returns the tasks with a folder in `folder`, in the order of `TASKS`, or the task to which `folder` belongs."""
+    if names := [name for name in TASKS if _subfolder(name, folder)]:
+        return names
     if name := task_name(folder.resolve().name):
         return [name]
     folders = ", ".join(task.folder for task in TASKS.values())
     raise FileNotFoundError(
-        f"{folder}: holds no folder of a GLUE task ({folders}); name the folder above those, or the task with --task"
+        f"{folder}: contains no folder of a GLUE task ({folders}); pass the folder above them, or --task"
     )
 
 
@@ -180,11 +180,11 @@ def locate(name: str, folder: Path) -> Path:
         if candidate and (_files(candidate, "train") or any((candidate / file).is_file() for file in original)):
             return candidate
     files = " or ".join(("train.tsv", "train*.parquet", *original))
-    raise FileNotFoundError(f"{folder}: no {files} there, nor in a folder {glue.folder}")
+    raise FileNotFoundError(f"{folder}: no {files} in this folder or in {glue.folder}/")
 
 
 def task_name(name: str) -> str | None:
-    """Returns the key of `TASKS` for a task's usual names, such as `SST-2`; None for others."""
+    """Returns the key in `TASKS` for one of a task's usual names, such as `SST-2`; None for other names."""
     letters = _letters(name)
     return next((key for key, glue in TASKS.items() if letters in (key, *glue.aliases)), None)
 
@@ -194,8 +194,8 @@ def _subfolder(name: str, folder: Path) -> Path | None:
         raise FileNotFoundError(f"{folder}: no such folder")
     glue = TASKS[name]
     names = (name, *glue.aliases)
-    found = [path for path in folder.iterdir() if path.is_dir() and _letters(path.name) in names]
-    return min(found, key=lambda path: (path.name != glue.folder, path.name), default=None)
+    folders = [path for path in folder.iterdir() if path.is_dir() and _letters(path.name) in names]
+    return min(folders, key=lambda path: (path.name != glue.folder, path.name), default=None)
 
 
 def _letters(name: str) -> str:
@@ -211,18 +211,18 @@ def _dev_files(folder: Path, variant: str) -> list[Path]:
     for name in names:
         if files := _files(folder, name):
             return files
-    endings = " nor ".join(f"{name}.tsv" for name in names)
-    raise FileNotFoundError(f"{folder}: holds neither {endings}, nor such .parquet files")
+    missing = " or ".join(f"{name}.tsv" for name in names)
+    raise FileNotFoundError(f"{folder}: contains no {missing}, and no .parquet file of these names")
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """Returns the .tsv file of a split, or its parts on the Hub: NAME-00000-of-00001.parquet, NAME/0000.parquet."""
+    """Returns a split's .tsv file or its files from the Hub: NAME-00000-of-00001.parquet, NAME/0000.parquet."""
     patterns = (f"{name}.tsv", f"{name}.parquet", f"{name}-*-of-*.parquet", f"{name}/*.parquet")
     for pattern in (*patterns, *(f"data/{pattern}" for pattern in patterns)):
         if files := sorted(path for path in folder.glob(pattern) if path.is_file()):
             total = re.search(r"-of-([0-9]+)\.parquet$", files[0].name)
             if total and int(total[1]) != len(files):
-                raise FileNotFoundError(f"{files[0]}: {len(files)} of {int(total[1])} parts are there; get the others")
+                raise FileNotFoundError(f"{files[0]}: only {len(files)} of {int(total[1])} parts; download the others")
             return files
     return []
 
@@ -246,12 +246,12 @@ def _read_original_mrpc(glue: GlueTask, folder: Path) -> TaskData:
         pairs = {"\t".join(cells) for _, cells in iterate_cells(dev_ids_path, "\t")}
         is_dev = np.array([pair in pairs for pair in train.ids])
         if is_dev.all() or not is_dev.any():
-            raise InputError(f"{dev_ids_path}: lists {'all' if is_dev.all() else 'none'} of the pairs in {train_path}")
+            raise InputError(f"{dev_ids_path}: lists {'all' if is_dev.all() else 'none'} of the pairs of {train_path}")
         dev = _numbered(select(train, "dev", np.flatnonzero(is_dev)))
         train = select(train, "train", np.flatnonzero(~is_dev))
     else:
         dev = dataclasses.replace(test, name="dev")
-        notes.append(f"{folder}: no dev_ids.tsv, so {test_path.name} is the dev split, too")
+        notes.append(f"{folder}: no dev_ids.tsv, so {test_path.name} is also the validation set")
     return TaskData(task=glue.task, train=_numbered(train), dev=(dev,), test=(test,), notes=tuple(notes))
 
 
@@ -274,7 +274,7 @@ class _Columns(NamedTuple):
 def _read_split(
     glue: GlueTask, name: str, files: list[Path], notes: list[str], id_columns: tuple[str, ...] = ()
 ) -> Split:
-    """Reads a split's files; ids are the joined `id_columns`, by default the index column if there is one."""
+    """Reads a split's files; ids are the joined `id_columns`, by default the index column if the file has one."""
     path = files[0]
     is_test = name != "train" and not name.startswith("dev")
     places = []
@@ -297,19 +297,19 @@ def _read_split(
     notes += _malformed_note(path, malformed, len(places) + len(malformed))
     targets = None if is_test and set(labels) <= {"", "-1"} else _targets(glue, places, labels)
     split = Split(name=name, path=path, texts=texts, targets=targets, ids=ids)
-    if targets is not None and UNDECIDED in targets:  # of MNLI, on which the annotators did not agree
+    if targets is not None and UNDECIDED in targets:  # MNLI: the annotators disagreed
         if not len(decided := np.flatnonzero(targets != UNDECIDED)):
             raise InputError(f"{path}: no example has a gold label")
         num_left_out = len(targets) - len(decided)
-        notes.append(f"{path}: {num_left_out:,} of {len(targets):,} examples have no gold label: left out")
+        notes.append(f"{path}: {num_left_out:,} of {len(targets):,} examples have no gold label and are left out")
         split = select(split, name, decided)
     if name == "train" and split.targets is not None and len(np.unique(split.targets)) == 1:
-        raise InputError(f"{path}: the label {labels[0]!r} in every example; there is nothing to learn")
+        raise InputError(f"{path}: every example has the label {labels[0]!r}; there is nothing to learn")
     return split
 
 
 def _parquet_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields the header and the rows of a file as of a .tsv file, with the names of labels if it has them."""
+    """Yields the header and the rows as cells of text, with class names in place of integers if the file has them."""
     with open_table(path) as table:
         names = table.names()
         yield 0, list(names)
@@ -321,14 +321,14 @@ def _cell(value: Any, classes: Sequence[str]) -> str:
     if classes and isinstance(value, int) and 0 <= value < len(classes):
         return classes[value]
     if isinstance(value, float):
-        return f"{value:.7g}"  # as precise as fp32
+        return f"{value:.7g}"  # the precision of fp32
     return "" if value is None else str(value)
 
 
 def _open(
     glue: GlueTask, name: str, path: Path, id_columns: tuple[str, ...]
 ) -> tuple[_Columns, Iterator[tuple[int, list[str]]]]:
-    """Finds the columns by the header, or takes the official ones if the first line is no header."""
+    """Finds the columns in the header; without a header, they are the official ones."""
     records = _parquet_cells(path) if path.suffix == ".parquet" else iterate_cells(path, "\t")
     first = next(records, None)
     if first is None:
@@ -337,14 +337,14 @@ def _open(
     texts = next((texts for texts in glue.texts if set(texts) <= set(names)), None)
     if texts is None and path.suffix == ".parquet":
         expected = " and ".join(glue.texts[-1])
-        raise InputError(f"{path}: no columns {expected}; {there_are(names)}")
+        raise InputError(f"{path}: no columns {expected}; {available_columns(names)}")
     if texts is None:
         texts = glue.texts[0]
         names = glue.official_columns(name)
         records = itertools.chain([first], records)
     label = next((names.index(column) for column in LABEL_COLUMNS if column in names), None)
     if label is None and (name == "train" or name.startswith("dev")):
-        raise InputError(f"{path}: no label column; there are: {', '.join(names)}")
+        raise InputError(f"{path}: no label column; available columns: {', '.join(names)}")
     ids = id_columns or tuple(column for column in ID_COLUMNS if column in names)[:1]
     positions = {column: position for position, column in enumerate(names)}
     text_positions, id_positions = (tuple(positions[column] for column in columns) for columns in (texts, ids))
@@ -356,9 +356,9 @@ def _malformed_note(path: Path, malformed: list[int], num_lines: int) -> list[st
         raise InputError(f"{path}: no examples")
     if not malformed:
         return []
-    text = f"{path}: {len(malformed):,} of {num_lines:,} lines lack fields or a label, the first is line {malformed[0]}"
-    if len(malformed) > MAX_MALFORMED_SHARE * num_lines:
-        raise InputError(f"{text}; get the file again")
+    text = f"{path}: {len(malformed):,} of {num_lines:,} lines lack fields or a label (first: line {malformed[0]})"
+    if len(malformed) > MAX_MALFORMED_FRACTION * num_lines:
+        raise InputError(f"{text}; download the file again")
     return [f"{text}; they are left out"]
 
 
@@ -374,10 +374,10 @@ def _targets(glue: GlueTask, places: list[tuple[Path, int]], labels: list[str]) 
         codes |= {"-": UNDECIDED} if glue.task.name == "mnli" else {}
         values = np.array([codes.get(label, UNKNOWN) for label in labels], dtype=np.int64)
         wrong = values == UNKNOWN
-        allowed = ", ".join(names)
+        allowed = f"one of {', '.join(names)}"
     if wrong.any():
         row = int(wrong.argmax())
-        raise InputError(f"{place(*places[row])}: the label is {abbreviated(labels[row])}; it can be {allowed}")
+        raise InputError(f"{place(*places[row])}: label = {abbreviated(labels[row])}: must be {allowed}")
     return values
 
 
@@ -389,9 +389,9 @@ def submission_name(task: Task, split: Split) -> str:
 
 
 def write_submission(path: Path, task: Task, split: Split, outputs: NDArray[np.float64]) -> None:
-    """Writes predictions for the GLUE server: a header, then index and label, or the similarity from 0 to 5.
+    """Writes predictions for the GLUE server: a header, then lines of an index and a label or a similarity (0 to 5).
 
-    `outputs` are logits [n, classes], or for STS-B values [n]. The file is replaced atomically.
+    `outputs` are logits [n, classes], or values [n] for STS-B. The file is replaced atomically.
     """
     if outputs.ndim == 1:
         predictions = [f"{value:.3f}" for value in outputs.clip(0, MAX_SIMILARITY) + 0.0]  # + 0.0 turns -0.0 into 0.0

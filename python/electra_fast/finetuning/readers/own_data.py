@@ -1,4 +1,4 @@
-"""Reads a user's own .tsv, .csv, .jsonl or .parquet files as a classification, multi-label or regression task."""
+"""Reads a user's .tsv, .csv, .jsonl or .parquet files as a classification, multi-label or regression task."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from electra_fast.finetuning.readers.labels import (
 from electra_fast.finetuning.readers.rows import (
     Row,
     abbreviated,
+    available_columns,
     check_columns,
     columns_note,
     named_rows,
     others_of,
     rejected_rows,
     text_of,
-    there_are,
     verdict_columns,
 )
 from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_tables
@@ -65,7 +65,7 @@ TEXT_COLUMNS = (
     ("sentence",),
 )
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
-# More classes than this, most of them of a single example, are not classes.
+# With more labels than this, fewer than two examples each are an error: the column does not contain classes.
 MAX_SPARSE_CLASSES = 1000
 
 _LABEL_COLUMNS = tuple((name,) for name in LABEL_COLUMNS)
@@ -83,11 +83,11 @@ class _File:
     label: Columns
     """Empty if a test file has no labels."""
     has_others: bool
-    """The rows have the other columns too."""
+    """The rows also have all other columns."""
     classes: Columns = ()
-    """Names of the labels' numbers, as `datasets` stores them."""
+    """Class names of integer labels, as stored by `datasets`."""
     usable: list[int] = field(default_factory=list)
-    """Positions of the rows that become examples, with their texts and labels, None for no label."""
+    """Positions of the rows that become examples; `texts` and `labels` are theirs. A missing label is None."""
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
 
@@ -134,21 +134,21 @@ def read(
     group: str = "",
     seed: int = 0,
 ) -> TaskData:
-    """Reads the files of a task, of classes or of numbers.
+    """Reads the files of a classification or regression task.
 
-    Examples without a label are left out; in `test` they are predicted but not scored. Several label columns, each of
-    0/1 or true/false, make the task multi-label, as lists and `label_separator` do.
+    Examples without a label are left out; in `test` they are predicted but not scored. The task is multi-label if
+    there are several label columns (of 0/1 or true/false), lists of labels, or a `label_separator`.
 
-    Arguments are those of `electra_fast.finetune`, with names as tuples: empty for the first of `TEXT_COLUMNS` and
-    `LABEL_COLUMNS` that the training file has. `seed` is `split_seed`; instead of a fraction, the examples of one of
-    `folds` can be set aside, stratified by class too. Raises as `read_examples` does.
+    The arguments are the same as in `electra_fast.finetune`, with tuples of names: if empty, the first of
+    `TEXT_COLUMNS` and `LABEL_COLUMNS` in the training file. `seed` is `split_seed`. With `folds`, the validation set is
+    one fold instead of a fraction. Both are stratified by class. Raises the errors of `read_examples`.
     """
     check_dev_fraction(dev_fraction)
-    given = {"train": (text, label), "dev": (dev_text, dev_label), "test": (test_text, test_label)}
+    chosen = {"train": (text, label), "dev": (dev_text, dev_label), "test": (test_text, test_label)}
     for name, path in (("dev", dev), ("test", test)):
-        if path is None and any(given[name]):
+        if path is None and any(chosen[name]):
             raise InputError(f"--{name}-text and --{name}-label need --{name} FILE")
-    parser = _TextParser(quoting, skip_bad_rows, group, kind, given, labels, label_map, label_separator)
+    parser = _TextParser(quoting, skip_bad_rows, group, kind, chosen, labels, label_map, label_separator)
     return read_examples(train, dev, test, parser, dev_fraction=dev_fraction, folds=folds, seed=seed)
 
 
@@ -164,14 +164,15 @@ def read_labeled(
     quoting: Quoting = "auto",
     skip_bad_rows: int = 0,
 ) -> tuple[Split, list[str]]:
-    """Reads labeled examples of a trained model's task; returns them and notes for the user.
+    """Reads labeled examples for a trained model's task; returns them and notes for the user.
 
-    `trained` are the text and label columns of training, if known, of which the first that the file has are read. Rows
-    with a label that the task lacks are bad rows. Other arguments, and what it raises, are those of `read`.
+    `trained` are the text and label columns that the model was trained on, if known; the first of them in the file are
+    read. Rows with a label that the task lacks are bad rows. The other arguments and the errors are the same as in
+    `read`.
     """
     kind = "regression" if task.kind == "regression" else "classification"
-    given = {"data": (text, label)}
-    parser = _TextParser(quoting, skip_bad_rows, "", kind, given, (), label_map, label_separator)
+    chosen = {"data": (text, label)}
+    parser = _TextParser(quoting, skip_bad_rows, "", kind, chosen, (), label_map, label_separator)
     return parser.read_labeled(task, path, trained)
 
 
@@ -180,8 +181,8 @@ class _TextParser(Parser[_File]):
     """Texts and their classes or values."""
 
     kind: str
-    given: Mapping[str, tuple[Columns, Columns]]
-    """The chosen text and label columns of each file."""
+    chosen: Mapping[str, tuple[Columns, Columns]]
+    """The user's text and label columns of each file; empty for the default."""
     labels: Columns
     label_map: Mapping[str, str] | Sequence[str]
     label_separator: str
@@ -198,26 +199,26 @@ class _TextParser(Parser[_File]):
             chosen = self._columns(tables)
             files = {}
             for name, table in tables.items():
-                has_others = name != "train" or "dev" not in paths  # of the training file only to set some aside
+                has_others = name != "train" or "dev" not in paths  # the training file's only for a validation set
                 files[name] = self._load(name, table, *chosen[name], has_others=has_others)
                 files[name].name_classes(self._class_names(files[name]))
         self.train = train = files["train"]
         self._check_options(train.label)
-        what = self._read_rows(files, self.labels)
+        form = self._read_rows(files, self.labels)
         texts, labels = (" and ".join(map(repr, names)) for names in (train.text, train.label))
-        columns = columns_note(train.path, f"text in {texts}, label in {labels}: {what}", *self.given["train"])
+        columns = columns_note(train.path, f"text in {texts}, label in {labels}: {form}", *self.chosen["train"])
         self.notes[:0] = [*(note for table in tables.values() for note in table.notes), columns]
         return files
 
     def read_labeled(self, task: Task, path: Path, trained: Trained) -> tuple[Split, list[str]]:
         with open_tables({"data": path}, self.quoting) as tables:
             table = tables["data"]
-            text = _training_columns(table, self.given["data"][0], trained[0] or TEXT_COLUMNS, "text")
-            label = _training_columns(table, self.given["data"][1], trained[1] or _LABEL_COLUMNS, "label")
+            text = _training_columns(table, self.chosen["data"][0], trained[0] or TEXT_COLUMNS, "text")
+            label = _training_columns(table, self.chosen["data"][1], trained[1] or _LABEL_COLUMNS, "label")
             self._check_options(label)
             file = self._load("data", table, text, label, has_others=True)
         names = self._class_names(file)
-        if not {*names}.isdisjoint(task.labels):  # else the model was trained on the numbers
+        if not {*names}.isdisjoint(task.labels):  # otherwise the model was trained on integers
             file.name_classes(names)
         self._read_rows({"data": file}, task.labels, task)
         if self.reader:
@@ -234,22 +235,22 @@ class _TextParser(Parser[_File]):
             return Task(name=self.kind, kind=self.kind, metric="spearman")
         train = self.train
         is_multi_label = self.reader.is_multi_label
-        found = {name for names in train.labels for name in names}
-        if len(found) < (1 if is_multi_label else 2):
+        labels = {name for names in train.labels for name in names}
+        if len(labels) < (1 if is_multi_label else 2):
             unlabeled = (note for note in self.notes if note.startswith(f"{train.path}: ") and "no label" in note)
             rest = "".join(f" ({note})" for note in itertools.islice(unlabeled, 1))
-            what = f"{listed(found) or 'no label'} in every example; there is nothing to learn"
-            raise InputError(f"{train.path}: {what}{rest}")
-        classes = self.reader.flags or self.labels or _classes(train, found, is_multi_label)
-        self.reader.check_mapping(found)
+            label = f"the label {listed(labels)}" if labels else "no label"
+            raise InputError(f"{train.path}: every example has {label}; there is nothing to learn{rest}")
+        classes = self.reader.flags or self.labels or _classes(train, labels, is_multi_label)
+        self.reader.check_mapping(labels)
         self.ids = {self.reader.canonical(name): number for number, name in enumerate(classes)}
         if len(self.ids) < len(classes):
-            raise InputError(f"--labels names a label twice: {', '.join(classes)}")
+            raise InputError(f"--labels = {','.join(classes)}: must not repeat a label")
         for file in files.values():
             file.keep(self.bad.passing(range(len(file.labels)), partial(self._check_known, file)))
         if self.unknown:
-            known = "--labels names" if self.labels else f"{train.path} has"
-            self.hint = f"; {known}: {listed(classes)}{near_label(self.unknown[0], classes)}"
+            source = "--labels" if self.labels else f"labels of {train.path}"
+            self.hint = f"; {source}: {listed(classes)}{near_label(self.unknown[0], classes)}"
         counts = Counter(name for names in train.labels for name in set(names))
         self.notes += [f"{train.path}: {doubt}" for doubt in doubts(counts)]
         kind, metric = ("multi-label", "f1_micro") if is_multi_label else ("classification", "accuracy")
@@ -262,7 +263,7 @@ class _TextParser(Parser[_File]):
         return [self.train.rows[row] for row in self.train.usable]
 
     def choose(self, whole: Split, task: Task, fraction: float, seed: int) -> NDArray[np.intp]:
-        """Both parts have an example of every class that has two, if possible."""
+        """Chooses so that, if possible, both parts have an example of every class with at least two examples."""
         assert whole.targets is not None
         num_wanted = max(1, round(len(whole.texts) * fraction))
         if whole.targets.ndim > 1:
@@ -277,18 +278,18 @@ class _TextParser(Parser[_File]):
         return [file.text for file in files.values()], [file.label for file in files.values()]
 
     def _columns(self, tables: Mapping[str, OpenTable]) -> dict[str, tuple[Columns, Columns]]:
-        """Returns the text and label columns of each file; notes those of other names than in training."""
+        """Returns the text and label columns of each file; adds a note if names differ from the training file's."""
         for table in tables.values():
             table.names()
-        text = _training_columns(tables["train"], self.given["train"][0], TEXT_COLUMNS, "text")
-        label = _training_columns(tables["train"], self.given["train"][1], _LABEL_COLUMNS, "label")
+        text = _training_columns(tables["train"], self.chosen["train"][0], TEXT_COLUMNS, "text")
+        label = _training_columns(tables["train"], self.chosen["train"][1], _LABEL_COLUMNS, "label")
         if len(text) > 2:
-            raise InputError(f"--text names {len(text)} columns ({', '.join(text)}); it can be one or two")
-        # A `score` is rarely the class.
+            raise InputError(f"--text = {','.join(text)}: must be one or two columns, got {len(text)}")
+        # A column `score` rarely has classes.
         usual = [names for names in _LABEL_COLUMNS if self.kind == "regression" or names != ("score",)]
         columns = {"train": (text, label)}
         for name, table in [*tables.items()][1:]:
-            own_text, own_label = self.given[name]
+            own_text, own_label = self.chosen[name]
             texts = self._other_columns(table, own_text, text, TEXT_COLUMNS, f"--{name}-text")
             is_test = name == "test"
             labels = self._other_columns(table, own_label, label, usual, f"--{name}-label", optional=is_test)
@@ -298,27 +299,27 @@ class _TextParser(Parser[_File]):
     def _other_columns(
         self,
         table: OpenTable,
-        given: Columns,
+        chosen: Columns,
         trained: Columns,
         usual: Sequence[Columns],
         flag: str,
         *,
         optional: bool = False,
     ) -> Columns:
-        """Returns the named columns, else those of the training file, else the only usual ones (noted); () for none."""
-        if given and len(given) != len(trained):
-            there = f"the training file has {len(trained)}: {', '.join(trained)}"
-            raise InputError(f"{flag} names {', '.join(given)}; {there}")
+        """Returns the chosen columns, the training file's, or the only usual ones (with a note); () if none exist."""
+        if chosen and len(chosen) != len(trained):
+            expected = f"must have {len(trained)} names, as in the training file: {', '.join(trained)}"
+            raise InputError(f"{flag} = {','.join(chosen)}: {expected}")
         path = table.path
         available = table.names()
-        names = given or trained
-        if not given and not set(names) <= set(available):
-            found = [each for each in usual if len(each) == len(trained) and set(each) <= set(available)]
-            if len(found) == 1:
-                instead = f"{', '.join(found[0])} instead of {', '.join(trained)}"
-                self.notes.append(f"{path}: reads the columns {instead}; choose others with {flag}")
-                return found[0]
-            if optional and not found:
+        names = chosen or trained
+        if not chosen and not set(names) <= set(available):
+            matches = [columns for columns in usual if len(columns) == len(trained) and set(columns) <= set(available)]
+            if len(matches) == 1:
+                instead = f"{', '.join(matches[0])} instead of {', '.join(trained)}"
+                self.notes.append(f"{path}: reads {instead}; choose other columns with {flag}")
+                return matches[0]
+            if optional and not matches:
                 return ()
         check_columns(path, available, names, flag)
         return names
@@ -329,8 +330,8 @@ class _TextParser(Parser[_File]):
 
     def _load(self, name: str, table: OpenTable, text: Columns, label: Columns, *, has_others: bool) -> _File:
         chosen = text + label
-        if repeated := {each for each in chosen if chosen.count(each) > 1}:
-            raise InputError(f"{table.path}: the column {min(repeated)!r} is chosen twice by --text and --label")
+        if repeated := {name for name in chosen if chosen.count(name) > 1}:
+            raise InputError(f"{table.path}: --text and --label name the column {min(repeated)!r} twice; name it once")
         wanted = chosen + verdict_columns(table.names(), chosen)
         rows = table.load(wanted, self.bad, has_others=has_others)
         return _File(name=name, table=table, rows=rows, text=text, label=label, has_others=has_others)
@@ -338,37 +339,36 @@ class _TextParser(Parser[_File]):
     def _check_options(self, label: Columns) -> None:
         if self.kind == "regression" and (self.labels or self.label_separator or self.mapping or len(label) > 1):
             raise InputError(
-                "a regression has one label column of numbers, and no --labels, --label-map or --label-separator"
+                "a regression needs one label column of numbers; remove --labels, --label-map and --label-separator"
             )
         if len(label) > 1 and (self.labels or self.label_separator):
-            what = "their names are the labels: leave --labels and the separator out"
-            raise InputError(f"with several label columns, {what}")
+            raise InputError("the names of several label columns are the labels; remove --labels and --label-separator")
 
     def _read_rows(self, files: Mapping[str, _File], classes: Columns, trained: Task | None = None) -> str:
-        """Reads the rows of all files by what the labels of the first one are; returns a description of that."""
+        """Reads the rows of all files with the label form of the first file; returns a description of the form."""
         first = next(iter(files.values()))
         read_cells: Callable[[Sequence[Any], str], Any]
         if self.kind == "classification":
             cells = [row[first.label[0]] for row in first.rows]
             reader = LabelReader(cells, first.table.place, first.label, classes, self.label_separator, self.mapping)
             if trained and reader.is_multi_label and trained.kind != "multi-label":
-                several = f"an example has several labels in {', '.join(first.label)}, and the model predicts one"
-                raise InputError(f"{first.path}: {several}")
+                several = f"examples have several labels in {', '.join(first.label)}, but the model predicts one"
+                raise InputError(f"{first.path}: {several}; choose another column with --label")
             self.reader = read_cells = reader
-            what = reader.described
+            form = reader.described
         else:
             has_commas = _has_decimal_commas(first)
             read_cells = partial(_number, mark="," if has_commas else ".")
-            what = f"one number per example{', with decimal commas' if has_commas else ''}"
+            form = f"one number per example{', with decimal commas' if has_commas else ''}"
         for file in files.values():
             self._read_file(file, read_cells)
-        return what
+        return form
 
     def _read_file(self, file: _File, read_cells: Callable[[Sequence[Any], str], Any]) -> None:
-        """Reads the rows of a file; leaves those without a label out, except in a test file."""
+        """Reads the rows of a file; leaves out rows without a label, except in a test file."""
         table = file.table
         is_test = file.name == "test"
-        signs = Counter[str]()
+        markers = Counter[str]()
         unlabeled = list[int]()
         rejected = rejected_rows(file.path, file.rows, file.text + file.label, self.notes, is_test=is_test)
         for row, values in enumerate(file.rows):
@@ -379,18 +379,18 @@ class _TextParser(Parser[_File]):
                 if file.label:
                     try:
                         label = read_cells([values[name] for name in file.label], table.place(row))
-                    except NoLabel as sign:
-                        signs[str(sign)] += 1
+                    except NoLabel as marker:
+                        markers[str(marker)] += 1
                         unlabeled.append(row)
                 if label is None and not is_test:
                     continue
                 file.texts.append(tuple(text_of(table.path, table.lines[row], values, name) for name in file.text))
                 file.usable.append(row)
                 file.labels.append(label)
-        if is_test and all(label in (None, -1) for label in file.labels):  # hidden
+        if is_test and all(label in (None, -1) for label in file.labels):  # the labels are hidden
             file.label = ()
             unlabeled = []
-        self.notes += [*_unlabeled_note(file, signs, unlabeled), *_empty_texts(file)]
+        self.notes += [*_unlabeled_note(file, markers, unlabeled), *_empty_texts(file)]
 
     def _check_known(self, file: _File, number: int) -> None:
         for name in file.labels[number] or ():
@@ -399,7 +399,7 @@ class _TextParser(Parser[_File]):
                 raise InputError(f"{file.table.place(file.usable[number])}: unknown label {name!r}")
 
     def _targets(self, file: _File, task: Task) -> NDArray[Any] | None:
-        """Returns class ids, int64 [n]; of several labels 0 and 1, float32 [n, labels]; or values, float64 [n]."""
+        """Returns class ids, int64 [n]; flags of a multi-label task, float32 [n, labels]; or values, float64 [n]."""
         if not file.label:
             return None
         if self.reader is None:
@@ -414,11 +414,11 @@ class _TextParser(Parser[_File]):
         return targets
 
 
-def _training_columns(table: OpenTable, given: Columns, usual: Sequence[Columns], kind: str) -> Columns:
+def _training_columns(table: OpenTable, chosen: Columns, usual: Sequence[Columns], kind: str) -> Columns:
     available = table.names()
-    names = given or next((names for names in usual if set(names) <= set(available)), ())
+    names = chosen or next((names for names in usual if set(names) <= set(available)), ())
     if not names:
-        raise InputError(f"{table.path}: no {kind} column; {there_are(available)}; choose with --{kind}")
+        raise InputError(f"{table.path}: no {kind} column; {available_columns(available)}; choose with --{kind}")
     check_columns(table.path, available, names, f"--{kind}")
     return names
 
@@ -429,58 +429,58 @@ def _named(cell: Any, names: Columns) -> Any:
     return names[cell] if isinstance(cell, int) and 0 <= cell < len(names) else cell
 
 
-def _unlabeled_note(file: _File, signs: Counter[str], unlabeled: list[int]) -> Iterator[str]:
+def _unlabeled_note(file: _File, markers: Counter[str], unlabeled: list[int]) -> Iterator[str]:
     if not unlabeled:
         return
-    what = "predicted and not scored" if file.name == "test" else "left out"
+    treatment = "predicted but not scored" if file.name == "test" else "left out"
     first = file.table.place(unlabeled[0]).removeprefix(f"{file.path}: ")
-    remedy = _how_to_keep(signs, file.labels) if file.name == "train" and len(file.label) == 1 else ""
+    remedy = _how_to_keep(markers, file.labels) if file.name == "train" and len(file.label) == 1 else ""
     yield (
         f"{file.path}: {len(unlabeled):,} of {len(file.rows):,} examples have no label "
-        f"({left_out(signs)}; the first in {first}): {what}{remedy}"
+        f"({left_out(markers)}; first: {first}) and are {treatment}{remedy}"
     )
 
 
-def _how_to_keep(signs: Counter[str], labels: Sequence[Any]) -> str:
-    sign = next((sign for sign in ("-1", "-") if sign in signs), None)
+def _how_to_keep(markers: Counter[str], labels: Sequence[Any]) -> str:
+    marker = next((marker for marker in ("-1", "-") if marker in markers), None)
     lists = [names for names in labels if isinstance(names, list)]
-    if sign is None or not lists:
+    if marker is None or not lists:
         return ""
-    classes = _sorted({sign, *(name for names in lists for name in names)})
+    classes = _sorted({marker, *(name for names in lists for name in names)})
     if len(classes) > 10:
-        return f"; if {sign} is a class, name it among --labels"
-    return f"; if {sign} is a class, add --labels={','.join(classes)}"
+        return f"; if {marker} is a class, name it among --labels"
+    return f"; if {marker} is a class, add --labels={','.join(classes)}"
 
 
 def _empty_texts(file: _File) -> tuple[str, ...]:
-    """Returns a note about examples without text, which are kept; raises InputError if there are no others."""
+    """Returns a note about examples without text, which are kept; raises InputError if no example has text."""
     empty = [row for row, parts in zip(file.usable, file.texts, strict=True) if not any(map(str.strip, parts))]
     if empty and len(empty) == len(file.texts):
         columns = " and ".join(map(repr, file.text))
-        raise InputError(f"{file.path}: every text is empty in {columns}; choose with --text")
+        raise InputError(f"{file.path}: every text in {columns} is empty; choose another column with --text")
     return (f"{file.table.place(empty[0])}: the first of {len(empty):,} examples with empty text",) if empty else ()
 
 
-def _classes(train: _File, found: set[str], is_multi_label: bool) -> Columns:
-    """Returns the labels that occur, in the order of their numbers, else sorted.
+def _classes(train: _File, labels: set[str], is_multi_label: bool) -> Columns:
+    """Returns the labels that occur, in the order of stored class names or sorted.
 
-    Raises InputError if they look like numbers to predict or like ids.
+    Raises InputError if they look like numbers to predict or ids.
     """
-    if found <= {*train.classes}:
-        return tuple(name for name in train.classes if name in found)
-    if not is_multi_label and all(map(is_number, found)) and not all(map(INTEGER.fullmatch, found)):
+    if labels <= {*train.classes}:
+        return tuple(name for name in train.classes if name in labels)
+    if not is_multi_label and all(map(is_number, labels)) and not all(map(INTEGER.fullmatch, labels)):
         names = zip(train.usable, train.labels, strict=True)
         row, name = next((row, name) for row, (name,) in names if not INTEGER.fullmatch(name))
         raise InputError(
-            f"{train.table.place(row)}: the label {name!r} is a number with decimals; "
-            "predict numbers with --task regression, or write classes as integers or words"
+            f"{train.table.place(row)}: label = {name!r}: a class cannot be a number with decimals; "
+            "pass --task regression to predict numbers, or write classes as integers or words"
         )
-    if len(found) > MAX_SPARSE_CLASSES and len(found) > len(train.usable) / 2:
+    if len(labels) > MAX_SPARSE_CLASSES and len(labels) > len(train.usable) / 2:
         raise InputError(
-            f"{train.path}: {len(found):,} different labels in {len(train.usable):,} examples; "
-            "predict numbers with --task regression, or choose another column with --label"
+            f"{train.path}: {len(labels):,} different labels in {len(train.usable):,} examples; "
+            "pass --task regression to predict numbers, or choose another column with --label"
         )
-    return _sorted(found)
+    return _sorted(labels)
 
 
 def _sorted(names: Collection[str]) -> Columns:
@@ -489,7 +489,7 @@ def _sorted(names: Collection[str]) -> Columns:
 
 
 def _has_decimal_commas(file: _File) -> bool:
-    """Returns whether all numbers of a file fit decimal commas, and some cannot be thousands."""
+    """Returns whether all numbers of a file fit decimal commas, and some do not fit thousands separators."""
     texts = [str(row[name]).strip() for row in file.rows for name in file.label]
     numbers = {text for text in texts if _DIGITS.fullmatch(text)}
     has_commas = any("," in text and not _THOUSANDS.fullmatch(text) for text in numbers)
@@ -503,25 +503,25 @@ def _number(cells: Sequence[Any], place: str, mark: str) -> float:
     text = value if mark == "." else str(value).replace(".", " ").replace(",", ".")
     if not isinstance(value, bool) and is_number(text) and math.isfinite(float(text)):
         return float(text)
-    remedy = " with a decimal point and no marks of thousands" if "," in str(value) else ""
-    remedy = remedy if mark == "." else " with a decimal comma, as elsewhere"
-    raise InputError(f"{place}: the label is {abbreviated(value)}; it must be a finite number{remedy}")
+    remedy = " with a decimal point and no thousands separators" if "," in str(value) else ""
+    remedy = remedy if mark == "." else " with a decimal comma, as in other rows"
+    raise InputError(f"{place}: label = {abbreviated(value)}: must be a finite number{remedy}")
 
 
 def _standardized(task: Task, train: Split) -> Task:
-    """Sets shift and scale to the mean and standard deviation of the training values."""
+    """Returns the task with shift and scale set to the mean and standard deviation of the training values."""
     values = train.targets
     assert values is not None
     if values.min() == values.max():
-        raise InputError(f"{train.path}: every training value is {values[0]:g}; there is nothing to learn from it")
+        raise InputError(f"{train.path}: every training value is {values[0]:g}; there is nothing to learn")
     with np.errstate(over="ignore", invalid="ignore"):
         shift = float(values.mean())
         scale = float(values.std())
     smallest, largest = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-    # Double precision has 15 digits, and a value needs six of its deviation.
+    # Double precision has 15 digits; six of them must remain for deviations from the mean.
     if not (abs(shift) < largest and max(smallest, 1e-9 * abs(shift)) < scale < largest):
         raise InputError(
-            f"{train.path}: training values from {values.min():.15g} to {values.max():.15g} are too large or too close "
-            "together to compute with; rescale them"
+            f"{train.path}: training values from {values.min():.15g} to {values.max():.15g}: too large or too close "
+            "together for the computation; rescale them"
         )
     return dataclasses.replace(task, shift=shift, scale=scale)

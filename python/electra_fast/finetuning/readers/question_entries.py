@@ -1,4 +1,4 @@
-"""Reads questions from files: SQuAD's JSON and its relatives, lists and lines of JSON, and rows of tables."""
+"""Reads questions from files: SQuAD's JSON and similar formats, lists and lines of JSON, and rows of tables."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from electra_fast.finetuning.readers.labels import Elided, parse_value
 from electra_fast.finetuning.readers.rows import (
     BadRows,
     abbreviated,
+    available_columns,
     check_columns,
     checked_text,
     code_point,
     extension,
     first_of,
     place,
-    there_are,
 )
 from electra_fast.finetuning.readers.table_formats import json_or_lines
 from electra_fast.finetuning.readers.tables import OpenTable, Quoting, open_table, refuse_stream
 from electra_fast.finetuning.readers.text_files import TextFile
 from electra_fast.finetuning.task import Answer
 
-# Names of fields and columns, in order of precedence: SQuAD's, and those of CMRC 2018, MRQA and others.
+# Names of fields and columns in order of precedence: SQuAD, then CMRC 2018, MRQA and others.
 QUESTION_COLUMNS = ("question", "query_text")
 CONTEXT_COLUMNS = ("context", "context_text")
 ANSWER_COLUMNS = ("answers", "answer", "answer_text")
-# MRQA: the answers as they stand in the context.
+# MRQA: the answers as spelled in the context.
 DETECTED = "detected_answers"
 ID_COLUMNS = ("id", "qid", "query_id", "guid")
 OFFSET_COLUMNS = ("answer_start", "answer_end")
-# Lists of questions, or of objects that have such lists and maybe the context of their questions.
+# Lists of questions, or of objects with such lists and possibly the context of their questions.
 NESTED = ("data", "paragraphs", "qas")
 EXPECTED = '{"data": [{"paragraphs": [{"context": …, "qas": [{"id": …, "question": …, "answers": …}]}]}]}'
 
 Fields = Mapping[str, Any]
-# Where a question is, its context, and its fields, all unchecked.
+# A question's place, context and fields, unchecked.
 Entry = tuple[str, Any, Fields]
-# File and line of a JSON object, its place there, and the object.
+# A JSON object with its file and line, and its place there.
 JsonObject = tuple[str, str, Fields]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names that the parts of a question may have."""
+    """Possible names of the columns or fields of a question."""
 
     question: tuple[str, ...] = QUESTION_COLUMNS
     context: tuple[str, ...] = CONTEXT_COLUMNS
@@ -58,11 +58,9 @@ class Columns:
     @classmethod
     def chosen(cls, text: tuple[str, ...], label: tuple[str, ...] = ()) -> Columns:
         if text and len(text) != 2:
-            listed = ", ".join(text)
-            raise InputError(f"--text names {len(text)} columns ({listed}); it must be two: question, context")
+            raise InputError(f"--text = {','.join(text)}: must be two columns, question and context, got {len(text)}")
         if len(label) > 1:
-            listed = ", ".join(label)
-            raise InputError(f"--label names {len(label)} columns ({listed}); choose the one with the answers")
+            raise InputError(f"--label = {','.join(label)}: must be one column, which has the answers")
         return cls(text[:1] or cls.question, text[1:] or cls.context, label or cls.answers)
 
     def all_names(self) -> tuple[str, ...]:
@@ -72,10 +70,10 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question with its texts checked."""
+    """A question with checked texts."""
 
     place: str
-    """File, place in it, and id, for messages."""
+    """File, place in the file, and id, for messages."""
     id: str | None
     question: str
     context: str
@@ -92,10 +90,10 @@ def entries(
     needs_answers: bool = False,
     has_others: bool = False,
 ) -> Iterator[Entry]:
-    """Yields the questions of a file; streams rows, unless it `needs_answers` in some column.
+    """Yields the questions of a file; streams rows, unless it `needs_answers`.
 
-    Bad ones are collected in `bad`, or raised. With `has_others`, those of a Parquet file have its other columns too,
-    as those of other files do.
+    Bad rows are collected in `bad`; without `bad`, the first error is raised. With `has_others`, questions from Parquet
+    files have all columns, as from other formats.
     """
     if is_json(path):
         yield from json_entries(json_objects(path), columns)
@@ -105,7 +103,7 @@ def entries(
     with open_table(path, quoting=quoting) as table:
         if needs_answers and set(table.names()).isdisjoint((*columns.answers, *NESTED)):
             names = " or ".join(map(repr, columns.answers))
-            raise InputError(f"{path}: no column {names}; {there_are(table.names())}; choose with --label")
+            raise InputError(f"{path}: no column {names}; {available_columns(table.names())}; choose with --label")
         wanted = _parquet_columns(table, columns) if path.suffix.lower() == ".parquet" else ()
         for line, row in table.rows(() if has_others else wanted, bad_rows=bad):
             yield from _walk(place(path, line), "", row, columns)
@@ -118,26 +116,26 @@ def is_json(path: Path) -> bool:
 
 
 def json_objects(path: Path) -> list[JsonObject]:
-    """Returns the objects of a file: one, a list, or one per line."""
+    """Returns the objects of a file that contains an object, a list of objects, or an object per line."""
     with TextFile(path) as file:
-        content, lines = json_or_lines(path, "".join(file.lines()), "get the file again")
+        content, lines = json_or_lines(path, "".join(file.lines()), "download the file again")
     if lines is not None:
         rows = dict(lines)
         if bad := next((row for row in rows.values() if isinstance(row, InputError)), None):
             raise bad
         return [(f"{path}: line {line}", "", row) for line, row in rows.items()]  # type: ignore[misc]
     if not isinstance(content, list):
-        found = [(str(path), "", content)]
+        objects = [(str(path), "", content)]
     else:
-        found = [(str(path), f"[{number}]", item) for number, item in enumerate(content)]
-    if not all(isinstance(item, dict) for _, _, item in found):
+        objects = [(str(path), f"[{number}]", item) for number, item in enumerate(content)]
+    if not all(isinstance(item, dict) for _, _, item in objects):
         raise InputError(f"{path}: neither a list of objects nor SQuAD's JSON, {EXPECTED}")
-    return found
+    return objects
 
 
 def json_entries(objects: Iterable[JsonObject], columns: Columns) -> Iterator[Entry]:
-    for prefix, where, each in objects:
-        yield from _walk(prefix, where, each, columns)
+    for prefix, where, item in objects:
+        yield from _walk(prefix, where, item, columns)
 
 
 def _walk(prefix: str, where: str, item: Fields, columns: Columns, context: Any = None) -> Iterator[Entry]:
@@ -170,11 +168,12 @@ def question_of(entry: Entry, columns: Columns) -> Question:
     id = first_of(fields, ID_COLUMNS)
     if id is not None:
         if not isinstance(id, str | int):
-            raise InputError(f"{where}: the id is {abbreviated(id)}; it must be text or an integer")
-        id, where = str(id), f"{where}, id {id!r}"
+            raise InputError(f"{where}: id = {abbreviated(id)}: must be text or an integer")
+        where = f"{where}, id {id!r}"
+        id = str(id)
     if context is None and set(columns.question).isdisjoint(fields):
-        names = f"no {columns.question[0]!r} and no {columns.context[0]!r}; {there_are(fields)}"
-        raise InputError(f"{where}: {names}; choose with --text, or nest them as SQuAD does: {EXPECTED}")
+        names = f"neither {columns.question[0]!r} nor {columns.context[0]!r}; {available_columns(fields)}"
+        raise InputError(f"{where}: {names}; choose with --text, or nest objects as in SQuAD: {EXPECTED}")
     question = _text(where, fields, columns.question, first_of(fields, columns.question))
     context = _text(where, fields, columns.context, context)
     if not context.strip():
@@ -187,7 +186,7 @@ def _text(where: str, fields: Fields, names: tuple[str, ...], value: Any) -> str
 
 
 def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ...]:
-    """Returns the answers except empty ones; raises InputError if they contradict `is_impossible`."""
+    """Returns the answers that are not empty; raises InputError if they contradict `is_impossible`."""
     where = question.place
     fields = question.fields
     is_detected = columns.answers == ANSWER_COLUMNS and DETECTED in fields
@@ -198,48 +197,48 @@ def annotations_of(question: Question, columns: Columns) -> tuple[Annotation, ..
     if is_detected:
         known = {item["text"] for item in items if isinstance(item.get("text"), str)}
         items += [{"text": text} for text in fields.get("answers") or () if text not in known]
-    found = tuple(annotation for item in items if (annotation := _annotation(where, item)).text.strip())
-    if found and is_impossible(question):
-        answer = abbreviated(found[0].text)
-        raise InputError(f"{where}: is_impossible is true, but there is the answer {answer}; correct one of them")
-    return found
+    annotations = tuple(annotation for item in items if (annotation := _annotation(where, item)).text.strip())
+    if annotations and is_impossible(question):
+        answer = abbreviated(annotations[0].text)
+        raise InputError(f"{where}: is_impossible is true, but the question has the answer {answer}; correct one")
+    return annotations
 
 
 def is_impossible(question: Question) -> bool | None:
     value = question.fields.get("is_impossible")
     known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False, "": None, "none": None}
     if (name := str(value).lower()) not in known:
-        raise InputError(f"{question.place}: is_impossible is {abbreviated(value)}; it must be true or false")
+        raise InputError(f"{question.place}: is_impossible = {abbreviated(value)}: must be true or false")
     return known[name]
 
 
 def _structure(where: str, value: Any) -> Any:
-    """Parses a cell that is JSON, or printed by Python or NumPy; returns other values as they are."""
+    """Parses a cell of JSON or as printed by Python or NumPy; returns other values unchanged."""
     if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
         return value
     try:
-        found = parse_value(value)
+        parsed = parse_value(value)
     except Elided as error:
-        raise InputError(f"{where}: the answers {abbreviated(value)} cannot be read ({error})") from None
+        raise InputError(f"{where}: answers = {abbreviated(value)}: cannot be read ({error}); write JSON") from None
     except ValueError:
         return value
-    items = found if isinstance(found, list) else [found]
+    items = parsed if isinstance(parsed, list) else [parsed]
     are_answers = all(isinstance(item, str) or (isinstance(item, dict) and "text" in item) for item in items)
-    return found if are_answers else value
+    return parsed if are_answers else value
 
 
 def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
-    """Yields unchecked answers, from a text, an object, a list of these, or an object of lists."""
+    """Yields unchecked answers from a text, an object, a list of texts or objects, or an object of lists."""
     if isinstance(value, dict) and isinstance(value.get("text"), list):
         texts = value["text"]
         names = (*OFFSET_COLUMNS, "start", "end", "char_spans")
         lists = {name: value[name] for name in names if value.get(name) is not None}
-        for name, each in lists.items():
-            if not isinstance(each, list) or len(each) != len(texts):
-                remedy = f"it must be a list of {len(texts)}, as text is"
-                raise InputError(f"{where}: {name} is {abbreviated(each)}; {remedy}")
+        for name, column in lists.items():
+            if not isinstance(column, list) or len(column) != len(texts):
+                expected = f"must be a list of {len(texts)} items, as many as in text"
+                raise InputError(f"{where}: {name} = {abbreviated(column)}: {expected}")
         for number, text in enumerate(texts):
-            yield {"text": text} | {name: each[number] for name, each in lists.items()}
+            yield {"text": text} | {name: column[number] for name, column in lists.items()}
     else:
         for item in value if isinstance(value, list) else [] if value is None else [value]:
             yield item if isinstance(item, dict) else {"text": item}
@@ -248,8 +247,8 @@ def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
 def _annotation(where: str, item: Fields) -> Annotation:
     text = item.get("text")
     if not isinstance(text, str):
-        found = "missing" if text is None else abbreviated(text)
-        raise InputError(f"{where}: the text of an answer is {found}; it must be text")
+        problem = "missing" if text is None else abbreviated(text)
+        raise InputError(f"{where}: the text of an answer is {problem}; must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
         _integer(where, names[0], first_of(item, names))
@@ -261,12 +260,12 @@ def _annotation(where: str, item: Fields) -> Annotation:
 
 
 def _first_span(spans: Any) -> Fields:
-    """Returns start and end of the first of MRQA's spans: pairs or, in the `datasets` of Hugging Face, objects."""
+    """Returns the first of MRQA's spans, which are pairs or, in Hugging Face's `datasets`, objects."""
     if isinstance(spans, list) and spans and isinstance(spans[0], list) and len(spans[0]) == 2:
         return dict(zip(OFFSET_COLUMNS, spans[0], strict=True))
     first = spans[0] if isinstance(spans, list) and spans else spans
     pairs = first.items() if isinstance(first, dict) else ()
-    return {name: each[0] if isinstance(each, list) and each else each for name, each in pairs}
+    return {name: field[0] if isinstance(field, list) and field else field for name, field in pairs}
 
 
 def _integer(where: str, name: str, value: Any) -> int | None:
@@ -275,7 +274,7 @@ def _integer(where: str, name: str, value: Any) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\.0)?\s*", value):
         value = float(value)
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and value.is_integer())):
-        raise InputError(f"{where}: {name} is {abbreviated(value)}; it must be an integer")
+        raise InputError(f"{where}: {name} = {abbreviated(value)}: must be an integer")
     return int(value)
 
 
@@ -283,49 +282,49 @@ CHARACTERS = "characters"
 
 
 class Annotation(NamedTuple):
-    """An answer as its file has it."""
+    """An answer as written in its file."""
 
     text: str
     start: int | None = None
-    """Its first character, in whatever unit the file counts."""
+    """Its first character, in the unit of the file."""
     end: int | None = None
-    """Its last character or the one after it."""
+    """Its end, inclusive or exclusive."""
 
 
 def offset_unit(annotations: Iterable[tuple[str, Annotation]]) -> str:
-    """Returns the unit, a key of `_UNITS`, in which most offsets fit their texts: characters unless another fits more.
+    """Returns the unit (a key of `_UNITS`) in which most offsets fit their texts; at a tie the first.
 
-    `annotations` are pairs of context and annotation.
+    `annotations` are pairs of a context and an annotation.
     """
-    given = [(context, annotation) for context, annotation in annotations if annotation.start is not None]
-    if all(_start(context, annotation, CHARACTERS) is not None for context, annotation in given):
+    pairs = [(context, annotation) for context, annotation in annotations if annotation.start is not None]
+    if all(_start(context, annotation, CHARACTERS) is not None for context, annotation in pairs):
         return CHARACTERS
-    return max(_UNITS, key=lambda unit: sum(_start(*pair, unit) is not None for pair in given))
+    return max(_UNITS, key=lambda unit: sum(_start(*pair, unit) is not None for pair in pairs))
 
 
 def place_answer(where: str, context: str, annotation: Annotation, unit: str) -> tuple[Answer, bool]:
-    """Returns the answer, and whether it is elsewhere than at its offset in `unit`s.
+    """Returns the answer, and whether its place differs from its offset in `unit`s.
 
-    Without an offset it is the first occurrence. If another text is at the offset, it is the only occurrence, or the
-    nearest if that overlaps the annotation. Case, whitespace and forms of characters (NFKD) may differ. The start is -1
-    if there is none. Raises InputError if the annotation's end is not that of its text.
+    Without an offset, the answer is the first occurrence of its text. If the offset has another text, the answer is the
+    only occurrence, or the nearest one if it overlaps the annotation. Case, whitespace and forms of characters (NFKD)
+    may differ. Without an occurrence, the start is -1. Raises InputError if the annotation's end contradicts its text.
     """
     text = annotation.text
-    for each in dict.fromkeys((unit, CHARACTERS)):
-        if (start := _start(context, annotation, each)) is not None:
+    for candidate in dict.fromkeys((unit, CHARACTERS)):
+        if (start := _start(context, annotation, candidate)) is not None:
             if annotation.end is not None:
-                _check_end(where, context, annotation, start, annotation.end, each)
+                _check_end(where, context, annotation, start, annotation.end, candidate)
             return Answer(text, start), False
-    found = _occurrences(context, text)
+    spans = _occurrences(context, text)
     if annotation.start is None:
-        found = found[:1]
-    elif len(found) > 1:
+        spans = spans[:1]
+    elif len(spans) > 1:
         near = annotation.start if (start := _UNITS[unit](context, annotation.start)) is None else start
-        nearest = min(found, key=lambda span: abs(span[0] - near))
-        found = [nearest] if abs(nearest[0] - near) <= len(text) else []
-    if not found:
+        nearest = min(spans, key=lambda span: abs(span[0] - near))
+        spans = [nearest] if abs(nearest[0] - near) <= len(text) else []
+    if not spans:
         return Answer(text, -1), False
-    return Answer(context[slice(*found[0])], found[0][0]), annotation.start is not None
+    return Answer(context[slice(*spans[0])], spans[0][0]), annotation.start is not None
 
 
 def _start(context: str, annotation: Annotation, unit: str) -> int | None:
@@ -336,11 +335,11 @@ def _start(context: str, annotation: Annotation, unit: str) -> int | None:
 
 
 def _check_end(where: str, context: str, annotation: Annotation, start: int, end: int, unit: str) -> None:
-    """Checks the end, which may be inclusive or exclusive, and include whitespace that the text lacks."""
+    """Checks the end, which may be inclusive or exclusive and may include whitespace that the text lacks."""
     ends = (_UNITS[unit](context, end) for end in (end, end + 1))
     if not any(end is not None and context[start:end].strip() == annotation.text.strip() for end in ends):
         raise InputError(
-            f"{where}: the answer {annotation.text[:40]!r} at answer_start {annotation.start} does not end at "
+            f"{where}: the answer {annotation.text[:40]!r} at answer_start = {annotation.start} does not end at "
             f"{end}; correct its text or its end"
         )
 
@@ -351,7 +350,7 @@ def _with_carriage_returns(context: str, offset: int) -> int:
     return offset
 
 
-# Convert an offset in a unit to a character. Among units that fit equally well, the first is taken.
+# Functions that convert an offset in a unit to a character. Among units that fit equally well, the first is used.
 _UNITS: dict[str, Callable[[str, int], int | None]] = {
     CHARACTERS: lambda context, offset: offset,
     "UTF-16 code units": lambda context, offset: code_point(context, "utf-16-le", offset),
@@ -362,17 +361,17 @@ _UNITS: dict[str, Callable[[str, int], int | None]] = {
 
 
 def _occurrences(context: str, text: str) -> list[tuple[int, int]]:
-    """Returns all occurrences of a text; if there are none as written, those that are equal when folded."""
-    found = [match.span() for match in re.finditer(re.escape(text), context)]
+    """Returns all occurrences of a text, or else all occurrences after folding."""
+    spans = [match.span() for match in re.finditer(re.escape(text), context)]
     folded = _fold(text)
-    if found or not folded or folded not in _fold(context):
-        return found
-    letters = [(letter, place) for place, each in enumerate(context) for letter in _fold(each) or " "]
-    kept = [pair for pair, before in zip(letters, [(" ", 0), *letters], strict=False) if pair[0] + before[0] != "  "]
-    matches = re.finditer(re.escape(folded), "".join(letter for letter, _ in kept))
-    return [(kept[match.start()][1], kept[match.end() - 1][1] + 1) for match in matches]
+    if spans or not folded or folded not in _fold(context):
+        return spans
+    letters = [(letter, place) for place, character in enumerate(context) for letter in _fold(character) or " "]
+    pairs = [pair for pair, before in zip(letters, [(" ", 0), *letters], strict=False) if pair[0] + before[0] != "  "]
+    matches = re.finditer(re.escape(folded), "".join(letter for letter, _ in pairs))
+    return [(pairs[match.start()][1], pairs[match.end() - 1][1] + 1) for match in matches]
 
 
 def _fold(text: str) -> str:
-    """Decomposed, without case, with single spaces."""
+    """Returns a text decomposed (NFKD), without case, with single spaces."""
     return " ".join(unicodedata.normalize("NFKD", text).casefold().split())

@@ -1,6 +1,6 @@
-"""Reads questions about contexts as a task: the files of SQuAD, and a user's own in its format or as rows of a table.
+"""Reads questions about contexts as a task, from SQuAD's files and from a user's files of that format or tables.
 
-Annotated answers that are not in their context are left out of training but kept for scoring.
+Answers that do not occur in their context are left out of training but kept for scoring.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from electra_fast.finetuning.readers.tables import Quoting
 from electra_fast.finetuning.readers.words import is_unspaced
 from electra_fast.finetuning.task import Answer, Split, Task, TaskData, check_dev_fraction, select
 
-# SQuAD's files by split; a pattern is used if those before it match nothing.
+# SQuAD's files by split; the first pattern with a match is used.
 PATTERNS = {"train": ("train*.json",), "dev": ("dev*.json", "validation*.json"), "test": ("test*.json",)}
-# If more of the training questions have no answer in their context, the file is probably broken.
-MAX_LOST_SHARE = 0.05
+# Above this fraction of training questions without an answer in their context, the file is probably broken.
+MAX_LOST_FRACTION = 0.05
 
 _Annotated = tuple[Question, tuple[Annotation, ...]]
 
 
 def read_squad(name: str, folder: Path) -> TaskData:
-    """Reads `squad1` or `squad2` from a folder, or from one in it that is called `squad`, `squad2`, `SQuAD-v2.0` or so.
+    """Reads `squad1` or `squad2` from a folder, or from its subfolder `squad`, `squad2`, `SQuAD-v2.0` or similar.
 
-    The files are train*.json, dev*.json or validation*.json, and possibly test*.json; several of a split are its parts.
-    Files of the other version may lie beside them: the version is in a file's field `version`, else in its name
-    (`v1`, `v2`), else it is 2.0 if a question has the field `is_impossible`.
+    The files are train*.json, dev*.json or validation*.json, and optionally test*.json; several files of a split are
+    joined. The folder may also contain the other version: a file's version is its field `version`, or in its name
+    (`v1`, `v2`), or else 2.0 if a question has the field `is_impossible`.
 
-    Raises FileNotFoundError, or InputError if a file cannot be used, with the place and the remedy.
+    Raises FileNotFoundError, or InputError with the place and a remedy if a file cannot be used.
     """
     parser = _QuestionParser("auto", 0, "", Columns(), name == "squad2")
     splits = dict[str, Split]()
     for split, parts in _squad_files(name, folder).items():
-        found = json_entries((each for objects in parts.values() for each in objects), parser.names)
-        splits[split] = parser.examples(split, next(iter(parts)), found, has_columns=split != "train")
+        questions = json_entries((item for objects in parts.values() for item in objects), parser.names)
+        splits[split] = parser.examples(split, next(iter(parts)), questions, has_columns=split != "train")
     parser.notes += parser.bad.finish()
     task = dataclasses.replace(parser.complete(parser.task(splits), splits), name=name)
     test = (splits["test"],) if "test" in splits else ()
@@ -85,17 +85,17 @@ def read_questions(
     seed: int = 0,
     skip_bad_rows: int = 0,
 ) -> TaskData:
-    """Reads a user's own questions, from .json files like SQuAD's or from .jsonl, .parquet, .tsv or .csv rows.
+    """Reads a user's questions from .json files in SQuAD's format or from .jsonl, .parquet, .tsv or .csv rows.
 
-    A .json file may also be a list or have an object per line. Lists and rows may have questions, or contexts with
-    `qas`, as those of CMRC 2018 and MRQA (.jsonl.gz) do. Rows may have a column `id`.
+    A .json file may also be a list or have an object per line. Items and rows are questions, or contexts with `qas` as
+    in CMRC 2018 and MRQA (.jsonl.gz). Rows may have a column `id`.
 
-    An answer is a text, whose first occurrence in the context is taken, or an object with `text` and `answer_start` (or
-    `start`), its first character in the context; offsets in other units are recognized. Several answers are a list, or
-    an object of lists as in the `datasets` of Hugging Face. A question without an answer is unanswerable.
+    An answer is a text (its first occurrence in the context counts), or an object with `text` and `answer_start` (or
+    `start`), its first character in the context; other units are detected. Several answers are a list, or an object of
+    lists as in Hugging Face's `datasets`. A question without an answer is unanswerable.
 
-    `text` are the columns of the question and the context, `label` is that of the answers; empty for the usual ones of
-    `question_entries`. Whole contexts are set aside. Other arguments, and what it raises, are those of `own_data.read`.
+    `text` are the question and context columns, `label` is the answer column; empty for those in `question_entries`.
+    Questions about a context stay in one split. The other arguments and the errors are the same as in `own_data.read`.
     """
     check_dev_fraction(dev_fraction)
     parser = _QuestionParser(quoting, skip_bad_rows, "", Columns.chosen(text, label))
@@ -112,9 +112,9 @@ def read_answered(
     quoting: Quoting = "auto",
     skip_bad_rows: int = 0,
 ) -> tuple[Split, list[str]]:
-    """Reads questions with their answers, to score a trained model; returns them and notes for the user.
+    """Reads questions with answers to score a trained model; returns them and notes for the user.
 
-    `trained` are the columns that were chosen in training. Other arguments, and what it raises, are those of
+    `trained` are the columns that were chosen in training. The other arguments and the errors are the same as in
     `read_questions`.
     """
     text = text or next(iter(trained[0]), ())
@@ -127,9 +127,9 @@ def read_answered(
 def iterate_questions(
     path: Path, *, text: tuple[str, ...] = (), quoting: Quoting = "auto"
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields the id, question and context of each question of a file as for `read_questions`; streams rows.
+    """Yields the id, question and context of each question in a file for `read_questions`; streams rows.
 
-    The id is the question's 0-based number if the file has none. Raises as `read_questions` does.
+    Without ids in the file, they are the questions' numbers from 0. Raises the errors of `read_questions`.
     """
     columns = Columns.chosen(text)
     seen = set[str]()
@@ -142,29 +142,29 @@ def iterate_questions(
 
 @dataclass
 class _QuestionParser(Parser[Split]):
-    """Questions about contexts, of which `whole_contexts` are set aside."""
+    """Questions about contexts; the validation set consists of `whole_contexts`."""
 
     names: Columns
     has_unanswerable: bool | None = None
-    """None where the questions show it."""
+    """None to decide by the questions."""
 
     def read(self, paths: Mapping[str, Path]) -> dict[str, Split]:
         splits = {}
         for name, path in paths.items():
             has_columns = name != "train" or "dev" not in paths
             options = {"needs_answers": name != "test", "has_others": has_columns}
-            found = entries(path, self.names, self.quoting, self.bad, self.notes, **options)
-            splits[name] = self.examples(name, path, found, has_columns=has_columns)
+            questions = entries(path, self.names, self.quoting, self.bad, self.notes, **options)
+            splits[name] = self.examples(name, path, questions, has_columns=has_columns)
         return splits
 
-    def examples(self, name: str, path: Path, found: Iterable[Entry], *, has_columns: bool) -> Split:
-        """Returns a split with all annotated answers, in training only those in their context.
+    def examples(self, name: str, path: Path, raw_entries: Iterable[Entry], *, has_columns: bool) -> Split:
+        """Returns a split with all annotated answers; the training split only has answers that are in their context.
 
-        Only a test split may have none at all.
+        Raises InputError if a split other than the test split has no answers.
         """
         questions: dict[str, _Annotated] = {}
         seen = set[str]()
-        for number, entry in enumerate(found):
+        for number, entry in enumerate(raw_entries):
             with self.bad.collect():
                 question = question_of(entry, self.names)
                 questions[_new_id(number, question, seen)] = question, annotations_of(question, self.names)
@@ -172,66 +172,66 @@ class _QuestionParser(Parser[Split]):
             self.bad.finish()
             raise InputError(f"{path}: no questions")
         answers: dict[str, tuple[Answer, ...]] = dict.fromkeys(questions, ())
-        if any(own for _, own in questions.values()):
+        if any(items for _, items in questions.values()):
             answers = self._placed(path, questions)
             if name == "train":
                 answers = self._trainable(path, questions, answers)
         has_answers = any(answers.values())
         if not has_answers and name != "test":
             self.bad.finish()
-            raise InputError(f"{path}: no question has an answer")
+            raise InputError(f"{path}: no question has an answer; choose the column with --label")
         texts: list[tuple[str, ...]] = [(questions[id][0].question, questions[id][0].context) for id in answers]
         targets = np.fromiter(answers.values(), dtype=object, count=len(answers)) if has_answers else None
         others = [others_of(questions[id][0].fields, self.names.all_names()) for id in answers] if has_columns else None
         return Split(name=name, path=path, texts=texts, targets=targets, ids=list(answers), columns=others)
 
     def _placed(self, path: Path, questions: Mapping[str, _Annotated]) -> dict[str, tuple[Answer, ...]]:
-        """Returns the answers by id at the places of their texts, -1 for none; leaves bad questions out."""
-        unit = offset_unit((question.context, each) for question, own in questions.values() for each in own)
+        """Returns the answers by id with the places of their texts, -1 for none; leaves out bad questions."""
+        unit = offset_unit((question.context, item) for question, items in questions.values() for item in items)
         if unit != CHARACTERS:
-            self.notes.append(f"{path}: answer_start counts {unit}, as the texts of the answers show; converted")
+            self.notes.append(f"{path}: answer_start counts {unit}, judging by the answers; converted to characters")
         answers = dict[str, tuple[Answer, ...]]()
         moved = list[str]()
-        for id, (question, own) in questions.items():
+        for id, (question, items) in questions.items():
             with self.bad.collect():
-                if not own and self.has_unanswerable is False:
-                    why = "no answer, but in SQuAD 1.1 every question has one; use --task squad2"
+                if not items and self.has_unanswerable is False:
+                    why = "no answer, but every question in SQuAD 1.1 has an answer; use --task squad2"
                     raise InputError(f"{question.place}: {why}")
-                if not own and is_impossible(question) is False:
-                    why = "is_impossible is false, but there is no answer; correct one of them"
+                if not items and is_impossible(question) is False:
+                    why = "is_impossible is false, but the question has no answer; correct one"
                     raise InputError(f"{question.place}: {why}")
-                found = [place_answer(question.place, question.context, each, unit) for each in own]
-                moved += [id for _, is_moved in found if is_moved]
-                answers[id] = tuple(answer for answer, _ in found)
+                placed = [place_answer(question.place, question.context, annotation, unit) for annotation in items]
+                moved += [id for _, is_moved in placed if is_moved]
+                answers[id] = tuple(answer for answer, _ in placed)
         if moved:
             self.notes.append(
-                f"{path}: {len(moved):,} answers are elsewhere in their context than at answer_start, the first in "
-                f"question {moved[0]!r}: taken where they are"
+                f"{path}: {len(moved):,} answers are not at answer_start but elsewhere in their context (first: "
+                f"question {moved[0]!r}); their real places are used"
             )
         return answers
 
     def _trainable(
         self, path: Path, questions: Mapping[str, _Annotated], answers: Mapping[str, tuple[Answer, ...]]
     ) -> dict[str, tuple[Answer, ...]]:
-        """Leaves out the answers that are not in their context, and the questions that have no others."""
-        found = {id: tuple(answer for answer in own if answer.start >= 0) for id, own in answers.items()}
-        lost = {id: None for id, own in answers.items() if own and not found[id]}
-        num_lost = sum(map(len, answers.values())) - sum(map(len, found.values()))
-        if len(lost) > MAX_LOST_SHARE * sum(map(bool, answers.values())):
+        """Leaves out answers that are not in their context, and questions that then have no answer."""
+        usable = {id: tuple(answer for answer in annotated if answer.start >= 0) for id, annotated in answers.items()}
+        lost = {id: None for id, annotated in answers.items() if annotated and not usable[id]}
+        num_lost = sum(map(len, answers.values())) - sum(map(len, usable.values()))
+        if len(lost) > MAX_LOST_FRACTION * sum(map(bool, answers.values())):
             for id in lost:
                 question, (first, *_) = questions[id]
                 with self.bad.collect():
                     at = "" if first.start is None else f", at answer_start {first.start} or elsewhere"
-                    what = f"the answer {abbreviated(first.text)} is not in its context{at}"
-                    raise InputError(f"{question.place}: {what}")
+                    message = f"the answer {abbreviated(first.text)} is not in its context{at}"
+                    raise InputError(f"{question.place}: {message}")
         elif num_lost:
-            first_id = next(id for id, own in answers.items() if len(own) > len(found[id]))
+            first_id = next(id for id, annotated in answers.items() if len(annotated) > len(usable[id]))
             self.notes.append(
-                f"{path}: {num_lost:,} answers are not in their context, even in other case or spacing, the first in "
-                f"question {first_id!r}: left out of training, and with them {len(lost):,} of {len(answers):,} "
-                "questions"
+                f"{path}: {num_lost:,} answers are not in their context, even ignoring case and spacing (first: "
+                f"question {first_id!r}); they are left out of training, as are {len(lost):,} of {len(answers):,} "
+                "questions without another answer"
             )
-        return {id: own for id, own in found.items() if id not in lost}
+        return {id: annotated for id, annotated in usable.items() if id not in lost}
 
     def task(self, files: dict[str, Split]) -> Task:
         return Task(name="question-answering", kind="question-answering", metric="f1")
@@ -249,8 +249,8 @@ class _QuestionParser(Parser[Split]):
 
     def described_part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
         if not len(chosen):
-            raise InputError(f"{whole.path}: all questions have the same context; give a dev split with --dev")
-        num_dev, num_all = (len({*_contexts(each)}) for each in (select(whole, "dev", chosen), whole))
+            raise InputError(f"{whole.path}: all questions have the same context; pass a validation set with --dev")
+        num_dev, num_all = (len({*_contexts(part)}) for part in (select(whole, "dev", chosen), whole))
         return f"{num_dev:,} of {num_all:,} contexts, with {len(chosen):,} of {len(whole.texts):,} questions,"
 
     def complete(self, task: Task, splits: dict[str, Split]) -> Task:
@@ -267,20 +267,20 @@ def _squad_files(name: str, folder: Path) -> dict[str, dict[Path, list[JsonObjec
             raise FileNotFoundError(f"{candidate}: no {' or '.join(PATTERNS['dev'])} of {name}")
         if files["train"]:
             return {split: parts for split, parts in files.items() if parts}
-    raise FileNotFoundError(f"{folder}: no train*.json of {name} there, nor in a folder squad or {name}")
+    raise FileNotFoundError(f"{folder}: no train*.json of {name} in this folder or in squad/ or {name}/")
 
 
 def held_version(folder: Path) -> str:
-    """Returns which SQuAD a folder holds, `squad1` or `squad2`; raises InputError for both, FileNotFoundError for none.
+    """Returns the version of SQuAD in a folder, `squad1` or `squad2`, by its training files only.
 
-    Unlike `read_squad`, it reads no more than the training files.
+    Raises InputError for both, FileNotFoundError for none.
     """
     names = ("squad1", "squad2")
-    held = [name for name in names if any(_parts(name, each, PATTERNS["train"]) for each in _candidates(name, folder))]
+    held = [name for name in names if any(_parts(name, path, PATTERNS["train"]) for path in _candidates(name, folder))]
     if len(held) == 2:
-        raise InputError(f"{folder}: holds both; choose with --task squad1 or --task squad2")
+        raise InputError(f"{folder}: contains squad1 and squad2; choose with --task squad1 or --task squad2")
     if not held:
-        raise FileNotFoundError(f"{folder}: no train*.json of SQuAD there, nor in a folder squad, squad1 or squad2")
+        raise FileNotFoundError(f"{folder}: no train*.json of SQuAD in this folder or in squad/, squad1/ or squad2/")
     return held[0]
 
 
@@ -303,14 +303,14 @@ def _version(path: Path, objects: list[JsonObject]) -> str:
     field = re.match(r"v?([12])\b", str(objects[0][2].get("version")), re.IGNORECASE) if objects else None
     if stated := field or re.search("v([12])", path.name, re.IGNORECASE):
         return f"squad{stated[1]}"
-    found = json_entries(objects, Columns())
-    return "squad2" if any("is_impossible" in fields for _, _, fields in found) else "squad1"
+    questions = json_entries(objects, Columns())
+    return "squad2" if any("is_impossible" in fields for _, _, fields in questions) else "squad1"
 
 
 def _new_id(number: int, question: Question, seen: set[str]) -> str:
     id = str(number) if question.id is None else question.id
     if id in seen:
-        raise InputError(f"{question.place}: a second question with the id {id!r}; ids must be unique")
+        raise InputError(f"{question.place}: id = {id!r}: must be unique")
     seen.add(id)
     return id
 
@@ -320,13 +320,13 @@ def _contexts(split: Split) -> list[str]:
 
 
 def _scoring_notes(split: Split) -> Iterator[str]:
-    """Notes if scores compare characters rather than words, and questions that cannot be answered."""
+    """Yields notes if scores compare characters instead of words, and if questions have no answer in their context."""
     if split.targets is None:
         return
     if num_unspaced := sum(is_unspaced(context) for _, context in split.texts):
         yield (
-            f"{split.path}: exact match and F1 compare characters, as CMRC 2018 does, where the context is written "
-            f"without spaces: in {num_unspaced:,} of {len(split.texts):,} {split.name} questions"
+            f"{split.path}: exact match and F1 compare characters, as in CMRC 2018, for contexts written without "
+            f"spaces: {num_unspaced:,} of {len(split.texts):,} {split.name} questions"
         )
-    if num_lost := sum(bool(own) and all(answer.start < 0 for answer in own) for own in split.targets):
-        yield f"{split.path}: {num_lost:,} {split.name} questions have no answer that is in their context"
+    if num_lost := sum(bool(answers) and all(answer.start < 0 for answer in answers) for answers in split.targets):
+        yield f"{split.path}: {num_lost:,} {split.name} questions have no answer in their context"

@@ -28,9 +28,9 @@ BATCH_ROWS = 8192
 
 
 class MemoryTable(PosixPath):
-    """A table in memory, which readers take in place of a file's path.
+    """A table in memory, accepted by readers in place of a path.
 
-    As a path it is the name in messages, such as `train`; no file can be opened by it.
+    As a path it is the table's name in messages, such as `train`. It cannot be opened as a file.
     """
 
     suffix = ".arrow"
@@ -38,31 +38,31 @@ class MemoryTable(PosixPath):
 
     @classmethod
     def of(cls, name: str, data: Any) -> Self:
-        """Takes whatever `is_table`, or an empty list; raises InputError for anything else."""
+        """Makes a table from data for which `is_table` holds or from an empty list; else raises InputError."""
         table = cls(name)
         if isinstance(data, (list, tuple)):
             table.content = [_plain(row) for row in data]
             return table
         if isinstance(data, Mapping) or not is_table(data):
             raise _not_a_table(name, data)
-        names = getattr(data, "columns", ()) if not hasattr(data, "column_names") else ()  # of a frame
+        names = getattr(data, "columns", ()) if not hasattr(data, "column_names") else ()  # of a data frame
         reject_duplicates(table, [*map(str, names)])
         try:
-            found = pyarrow.table(_selected(name, data))
+            converted = pyarrow.table(_selected(name, data))
         except pyarrow.ArrowException as error:
-            if hasattr(data, "itertuples"):  # of pandas, whose cells may be lists of several types
+            if hasattr(data, "itertuples"):  # cells in pandas may be lists of several types
                 rows = data.astype(object).where(data.notna(), None).to_dict("records")
                 table.content = [_plain(row) for row in rows]
                 return table
             reason = " ".join(" ".join(map(str, error.args)).split())
-            remedy = "give each column values of one type"
-            raise InputError(f"{name}: cannot be read through Arrow ({reason}); {remedy}") from None
+            remedy = "make the values of each column one type"
+            raise InputError(f"{name}: cannot be converted to Arrow ({reason}); {remedy}") from None
         except UnicodeEncodeError as error:
-            raise InputError(f"{name}: {error.object!r} has half of a surrogate pair, which is not text") from None
-        except TypeError:  # of a lazy frame or a stream
+            raise InputError(f"{name}: {error.object!r} has an unpaired surrogate, which is not text") from None
+        except TypeError:  # a lazy frame or a stream
             raise _not_a_table(name, data) from None
-        indices = [each for each in found.column_names if each.startswith("__index_level_")]  # of pandas
-        table.content = found.drop_columns(indices)
+        indices = [column for column in converted.column_names if column.startswith("__index_level_")]  # of pandas
+        table.content = converted.drop_columns(indices)
         return table
 
     def exists(self, **_: Any) -> bool:
@@ -92,7 +92,7 @@ def file_or_table(name: str, data: Any) -> Path:
 
 
 def is_table(data: Any) -> bool:
-    """Returns whether data have columns, or are a list that begins with a dictionary, rather than single values."""
+    """Returns whether data have columns or are a list that begins with a dictionary."""
     if isinstance(data, (list, tuple)):
         return bool(data) and isinstance(data[0], Mapping)
     return any(hasattr(data, name) for name in ("columns", "column_names", "schema"))
@@ -100,26 +100,26 @@ def is_table(data: Any) -> bool:
 
 def _not_a_table(name: str, data: Any) -> InputError:
     kinds = "a path, a data frame, a pyarrow Table, one split of a Dataset, or a list of dicts"
-    return InputError(f"{name}: {type(data).__name__} is not a table in memory; give {kinds}")
+    return InputError(f"{name}: {type(data).__name__} is not a table in memory; pass {kinds}")
 
 
 def _selected(name: str, data: Any) -> Any:
     if not (hasattr(data, "with_format") and hasattr(data, "format")):
         return data
     if data.format["type"] == "custom":
-        raise InputError(f"{name}: a Dataset with a transform, which Arrow does not see; apply it with map")
+        raise InputError(f"{name}: a Dataset with a transform, which Arrow ignores; apply the transform with map")
     return data.with_format("arrow")[:]  # the selected rows in their order
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON would hold it: lists for tuples, sets and arrays."""
+    """Returns a value with tuples, sets and arrays converted to lists, as in JSON."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain, value), key=str)
-    return value.tolist() if hasattr(value, "tolist") else value  # of NumPy
+    return value.tolist() if hasattr(value, "tolist") else value  # NumPy
 
 
 def _with_text_only(where: str, row: Row | InputError) -> Row | InputError:
@@ -132,10 +132,10 @@ def _with_text_only(where: str, row: Row | InputError) -> Row | InputError:
 
 
 def guess_format(file: TextFile) -> str:
-    """Returns the format of a stream without an extension, by its first line."""
+    """Returns the format of a stream without an extension, guessed from its first line."""
     magic = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
-    if found := next((format for start, format in magic.items() if file.head.startswith(start)), None):
-        return found
+    if suffix := next((format for start, format in magic.items() if file.head.startswith(start)), None):
+        return suffix
     text = file.head.decode(file.encoding, "ignore").lstrip("\ufeff \t\r\n")
     with contextlib.suppress(InputError):
         _parse_object(text.partition("\n")[0])
@@ -155,31 +155,31 @@ def is_fasttext(file: TextFile) -> bool:
 
 
 def _fasttext(file: TextFile, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
-    """Yields text and label of `__label__a text`; a list of labels if some line of the file has several."""
+    """Yields the text and label of lines `__label__a text`; lists of labels if any line has several."""
     has_several = False
     if file.is_regular:
         with TextFile(file.path) as again:
             has_several = any(len(_LABELS.match(line)[0].split()) > 1 for line in again.lines())  # type: ignore[index]
     for number, line in lines:
-        found = _LABELS.match(line)
-        assert found is not None  # as it may be empty
-        names = [name.removeprefix(_FASTTEXT) for name in found[0].split()]
-        text = line[found.end() :]
+        match = _LABELS.match(line)
+        assert match is not None  # the pattern matches the empty string
+        names = [name.removeprefix(_FASTTEXT) for name in match[0].split()]
+        text = line[match.end() :]
         if _FASTTEXT in text:
-            yield number, InputError(f"{file.path}: line {number}: a label after the text; put it before")
+            yield number, InputError(f"{file.path}: line {number}: a label after the text; move it before the text")
         else:
             yield number, {"text": text, "label": names if has_several else "".join(names)}
 
 
 def json_rows(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Record]:
-    """Yields the object in each line that is not blank, or its error."""
+    """Yields the object or the error of each line that is not blank."""
     for line, text in lines:
         if text.strip():
             try:
                 yield line, _parse_object(text)
             except InputError as error:
                 is_json = text.lstrip().startswith("[") or text.strip() == "{"
-                remedy = "; a list, or an object of several lines, ends in .json" if is_json else ""
+                remedy = "; rename the file to .json if it is a list or has objects of several lines" if is_json else ""
                 yield line, InputError(f"{path}: line {line}: {error}{remedy}")
 
 
@@ -192,7 +192,7 @@ def _parse_object(text: str) -> Row:
 
 
 def _row(value: Any) -> Row:
-    """Returns an object, or spaCy's pair of a text and an object; raises InputError for another value."""
+    """Returns an object, also from spaCy's pair of a text and an object; raises InputError for other values."""
     if isinstance(value, list) and [*map(type, value)] == [str, dict]:
         value = value[1] | {"text": value[0]}
     if not isinstance(value, dict):
@@ -201,7 +201,7 @@ def _row(value: Any) -> Row:
 
 
 def parse_text(text: str) -> Any:
-    """Parses JSON; raises ValueError also for half of a surrogate pair, which is not text."""
+    """Parses JSON; raises ValueError, also for an unpaired surrogate, which is not text."""
     content = json.loads(text)
     if "\\u" in text:
         check_unicode("", json.dumps(content, ensure_ascii=False))
@@ -215,7 +215,7 @@ def _load_json(file: TextFile) -> Loaded:
 
 
 def json_or_lines(path: Path, text: str, remedy: str) -> tuple[Any, Iterator[Record] | None]:
-    """Returns the value that a text is, or if it has an object per line, these as of `json_rows`."""
+    """Returns the JSON value of a text, or if it has an object per line, the records of `json_rows`."""
     try:
         return parse_text(text), None
     except (ValueError, RecursionError) as error:
@@ -230,11 +230,11 @@ def _loaded(records: list[Row | InputError]) -> Loaded:
 
 
 def _records(path: Path, content: Any) -> list[Row | InputError]:
-    """Returns the rows of a list of records, of an object that has one such list, or of an object of columns."""
+    """Returns the rows of a list of records, of an object with one such list, or of an object of columns."""
     if isinstance(content, dict):
         content = _records_of_object(path, content)
     if not isinstance(content, list):
-        raise InputError(f"{path}: not a table but {abbreviated(content)}; it must be a list of objects")
+        raise InputError(f"{path}: must be a list of objects, got {abbreviated(content)}")
     rows: list[Row | InputError] = []
     for number, row in enumerate(content, 1):
         try:
@@ -253,23 +253,23 @@ def _records_of_object(path: Path, content: Row) -> list[Any]:
     if len(tables) == 1:
         return list(content[tables[0]])
     if tables:
-        raise InputError(f"{path}: has several lists of records, {', '.join(tables)}; give each a file of its own")
+        raise InputError(f"{path}: several lists of records ({', '.join(tables)}); write each to a separate file")
     if values and all(isinstance(value, dict) for value in values):
-        raise InputError(f"{path}: may hold rows or columns by name; write a list of objects, as orient='records' does")
+        raise InputError(f"{path}: its keys may be rows or columns; write a list of objects (pandas: orient='records')")
     return [content]
 
 
 def _load_parquet(file: TextFile) -> Loaded:
     with _damage(file.path, "Parquet"):
-        source = pyarrow.parquet.ParquetFile(file.path if file.has_own_bytes else io.BytesIO(file.content()))
+        source = pyarrow.parquet.ParquetFile(file.path if file.is_plain else io.BytesIO(file.content()))
         schema = source.schema_arrow
     return _batches(file.path, "Parquet", schema, lambda columns: source.iter_batches(BATCH_ROWS, columns=columns))
 
 
 def _load_arrow(file: TextFile) -> Loaded:
-    """Reads Arrow's file format (Feather), or its stream format, which `datasets` saves."""
+    """Reads Arrow's file format (Feather), or its stream format, used by `datasets`."""
     with _damage(file.path, "Arrow"):
-        source: Any = pyarrow.memory_map(str(file.path)) if file.has_own_bytes else io.BytesIO(file.content())
+        source: Any = pyarrow.memory_map(str(file.path)) if file.is_plain else io.BytesIO(file.content())
         if file.head.startswith(b"ARROW1"):
             reader = pyarrow.ipc.open_file(source)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -290,15 +290,15 @@ def _batches(path: Path, format: str, schema: Any, batches: Callable[[list[str]]
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
-    """Returns the names of numbers, by column, that `datasets` of Hugging Face stores in the metadata of Arrow."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # none, or of another program
+    """Returns the class names, by column, that Hugging Face's `datasets` stores in Arrow metadata."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # no metadata, or from another program
         features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
         return {column: names for column, feature in features.items() if (names := _names_in(feature))}
     return {}
 
 
 def _names_in(feature: Any) -> tuple[str, ...]:
-    """Returns the names of a ClassLabel or of lists of it."""
+    """Returns the names of a ClassLabel or of nested lists of it."""
     while isinstance(feature, (dict, list)) and feature:
         if isinstance(feature, dict) and "names" in feature:
             return tuple(map(str, feature["names"])) if isinstance(feature["names"], list) else ()
@@ -307,9 +307,9 @@ def _names_in(feature: Any) -> tuple[str, ...]:
 
 
 def _to_microseconds(batch: Any) -> Any:
-    """Converts nanoseconds, which Python's times lack, to microseconds."""
+    """Converts nanoseconds, which Python's times do not support, to microseconds."""
     table = pyarrow.Table.from_batches([batch])
-    table.validate(full=True)  # offsets of a damaged file may point anywhere, and reading does not check them
+    table.validate(full=True)  # a damaged file may have invalid offsets, which reading does not check
     for number, column in enumerate(table.schema):
         if getattr(column.type, "unit", None) == "ns":
             if pyarrow.types.is_timestamp(column.type):
@@ -326,7 +326,7 @@ def _damage(path: Path, format: str) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: text or a name that is not UTF-8
         reason = " ".join(str(error).split())
-        raise InputError(f"{path}: cannot be read as {format} ({reason}); get the file again") from None
+        raise InputError(f"{path}: cannot be read as {format} ({reason}); download the file again") from None
 
 
 LOADERS: dict[str, Callable[[TextFile], Loaded]] = {

@@ -1,6 +1,6 @@
-"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files, folders of them, and tables in memory, once each.
+"""Reads .tsv, .csv, .json, .jsonl, .parquet, .arrow and .txt files, folders of them, and tables in memory.
 
-A folder holds parts as Spark, Hive and Arrow write them, a saved `Dataset`, or a folder of texts per class.
+A folder contains parts as Spark, Hive and Arrow write them, a saved `Dataset`, or a subfolder of texts per class.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from electra_fast.finetuning.readers.text_files import TextFile
 
 FORMATS = (".tsv", ".csv", ".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
-# part-00000-ab.csv, data.0.parquet, 0.parquet, train-00000-of-00002.parquet; what stands before the number is the same.
+# part-00000-ab.csv, data.0.parquet, 0.parquet, train-00000-of-00002.parquet; all parts of a table share the prefix.
 _PART = re.compile(r"((?:part|data)[-_.]?)[0-9].*|()[0-9]+[-_.].*|(.*-)[0-9]+-of-[0-9]+\..*")
 _EXPECTED = (
-    f"give a file that ends in {', '.join(FORMATS)}, or a folder of parts (part-00000.csv, label=a/….csv), of a saved "
-    "Dataset, or with a subfolder of .txt files per class"
+    f"pass a file that ends in {', '.join(FORMATS)}, or a folder with parts (part-00000.csv, label=a/….csv), a saved "
+    "Dataset, or a subfolder of .txt files per class"
 )
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 Quoting = Literal["auto", "csv", "none"] | Dialect
@@ -35,26 +35,26 @@ Quoting = Literal["auto", "csv", "none"] | Dialect
 
 @dataclass(kw_only=True)
 class OpenTable:
-    """A file that is read once, row by row; `open_table` opens it."""
+    """A file that is read once, row by row, as opened by `open_table`."""
 
     path: Path
     format: str
     """One of `FORMATS`."""
     columns: tuple[str, ...] | None
-    """Names of the columns; None for .jsonl, in which each row has its own."""
+    """Names of the columns; None for .jsonl, since they vary by row."""
     read: Callable[[Sequence[str]], Iterator[Record]]
     """Yields the rows with all or some columns."""
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of numbers, by column, where a file of `datasets` has them."""
+    """Class names of integer labels, by column, if a file of `datasets` has them."""
     is_idle: Callable[[], bool] = lambda: False
     """Returns whether the next row of a pipe has not arrived yet."""
     notes: list[str] = field(default_factory=list)
-    """Lines for the user on how the file is read; complete after the last row."""
+    """Notes for the user about how the file is read; complete after the last row."""
     lines: list[int] = field(default_factory=list)
-    """After `load`: the line of each row (in files without lines, its number from 1)."""
+    """After `load`: the line of each row, or its number from 1 in files without lines."""
 
     def rows(self, columns: Sequence[str] = (), *, bad_rows: BadRows | None = None) -> Iterator[tuple[int, Row]]:
-        """Yields the rows as `iterate_rows` does."""
+        """Yields the rows like `iterate_rows`."""
         if self.columns:
             check_columns(self.path, self.columns, columns, "--text")
         is_empty = True
@@ -71,9 +71,9 @@ class OpenTable:
             raise InputError(f"{self.path}: no rows")
 
     def names(self) -> tuple[str, ...]:
-        """Returns the columns; of .jsonl, which is held in memory from here on, all keys that occur, also in objects.
+        """Returns the columns; for .jsonl all keys that occur, nested ones as `outer.inner`.
 
-        Ignores bad rows.
+        Loads .jsonl into memory. Ignores bad rows.
         """
         if self.columns is None:
             records = list(self.read(()))
@@ -85,7 +85,7 @@ class OpenTable:
         return self.columns
 
     def load(self, columns: Sequence[str], bad_rows: BadRows, *, has_others: bool = False) -> list[Row]:
-        """Returns all rows with the given columns, and the others if asked; a key that a row of JSON lacks is None."""
+        """Returns all rows with the given columns, or with all columns; a key that a JSON row lacks is None."""
         rows = list[Row]()
         for line, row in self.rows(() if has_others else columns, bad_rows=bad_rows):
             rows.append({name: row.get(name) for name in columns} | (row if has_others else {}))
@@ -109,8 +109,8 @@ def _names(row: Row) -> Iterator[str]:
 def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> Iterator[OpenTable]:
     """Opens a table in memory or a file, which may be a pipe or `-` for standard input, and reads its header.
 
-    With a `format`, reads the file as if it had this extension; without, as by its own, or for a pipe, what its first
-    line shows. Raises as `iterate_rows` does.
+    `format` is an extension that overrides the file's. Without both (a pipe), the first line decides.
+    Raises the errors of `iterate_rows`.
     """
     dialect = quoting if isinstance(quoting, Dialect) else Dialect(quoting)
     if isinstance(path, MemoryTable):
@@ -123,21 +123,21 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
     if suffix in _SPREADSHEETS:
         raise InputError(f"{path}: a spreadsheet; save it as CSV")
     if suffix not in FORMATS and (format or not is_stream(path)):
-        raise InputError(f"{path}: unknown extension; it can be {', '.join(FORMATS)}")
+        raise InputError(f"{path}: unknown extension; must be one of {', '.join(FORMATS)}")
     with TextFile(path) as file:
         notes = list[str]()
         if suffix not in FORMATS:
             suffix = guess_format(file)
             how = "a text per line" if suffix == ".txt" else suffix.removeprefix(".")
-            notes.append(f"{path}: read as {how}; choose with --format")
+            notes.append(f"{path}: read as {how}; choose another format with --format")
         if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
-            notes.append(f"{path}: read as {file.encoding}, by its byte order mark")
+            notes.append(f"{path}: read as {file.encoding}, according to its byte order mark")
         if suffix == ".txt" and is_fasttext(file):
-            notes.append(f"{path}: read as lines of fastText, with __label__NAME before the text")
+            notes.append(f"{path}: read in fastText's format, with __label__NAME before the text")
         if suffix in (".tsv", ".csv"):
             loaded = load_delimited(file, suffix, dialect, notes)
         elif dialect.no_header:
-            raise InputError(f"{path}: --no-header is for .tsv and .csv files")
+            raise InputError(f"{path}: --no-header applies to .tsv and .csv files only; remove it")
         else:
             loaded = _with_fields(LOADERS[suffix](file), dialect.fields)
         yield OpenTable(path=path, format=suffix, is_idle=file.is_idle, notes=notes, **loaded._asdict())
@@ -145,7 +145,7 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
 
 @contextlib.contextmanager
 def open_tables(paths: Mapping[str, Path], quoting: Quoting) -> Iterator[dict[str, OpenTable]]:
-    """Opens the files of several splits, as `open_table` does; raises InputError for a pipe."""
+    """Opens the files of several splits like `open_table`; raises InputError for a pipe."""
     with contextlib.ExitStack() as stack:
         for path in paths.values():
             refuse_stream(path)
@@ -153,7 +153,7 @@ def open_tables(paths: Mapping[str, Path], quoting: Quoting) -> Iterator[dict[st
 
 
 def refuse_stream(path: Path) -> None:
-    """Raises InputError for a pipe, which some readers cannot take."""
+    """Raises InputError for a pipe, which some readers do not support."""
     if is_stream(path):
         raise InputError(f"{path}: a pipe can be read only once; save its content to a file")
 
@@ -161,39 +161,38 @@ def refuse_stream(path: Path) -> None:
 def iterate_rows(
     path: Path, columns: Sequence[str] = (), *, quoting: Quoting = "auto", bad_rows: BadRows | None = None
 ) -> Iterator[tuple[int, Row]]:
-    """Yields the line number and a dictionary of each row, in order; only .json files are held in memory.
+    """Yields the line number and a dictionary of each row, in order; only .json files are loaded into memory.
 
-    Values are str, or in .json, .jsonl and .parquet as stored; a .txt file has one column `text`, a row per line. A row
-    may have more than the `columns`, and one of JSON fewer: `text_of` checks a value.
+    Values are str, or as stored in .json, .jsonl and .parquet; a .txt file has one column `text` and a row per line. A
+    row may have other columns too, and a JSON row may lack some: check values with `text_of`.
 
-    `columns` are names that the header must have, and the only ones read of a Parquet file; empty for all. `quoting`
-    says whether quotes enclose cells of .tsv and .csv files, or is a `Dialect`. Without `bad_rows`, the first of them
-    is raised. Raises FileNotFoundError, or InputError if the file has no rows or cannot be read, with the line and the
-    remedy.
+    `columns` must be in the header; of a Parquet file only these are read. Empty for all. `quoting` is the `quoting` of
+    a `Dialect`, or a `Dialect`. Without `bad_rows`, the error of the first bad row is raised. Raises FileNotFoundError,
+    or InputError with the line and a remedy if the file has no rows or cannot be read.
     """
     with open_table(path, quoting=quoting) as table:
         yield from table.rows(columns, bad_rows=bad_rows)
 
 
 def _with_fields(loaded: Loaded, names: Sequence[str]) -> Loaded:
-    """Adds fields of objects in columns, given by dotted names, as columns."""
+    """Adds columns for fields of nested objects, which have dotted names."""
     columns = loaded.columns
     read = loaded.read
     parts = {name: name.split(".") for name in names if columns is None or name not in columns}
-    parts = {name: own for name, own in parts.items() if columns is None or own[0] in columns}
+    parts = {name: keys for name, keys in parts.items() if columns is None or keys[0] in columns}
 
     def read_fields(wanted: Sequence[str]) -> Iterator[Record]:
         for line, row in read([*dict.fromkeys(parts[name][0] if name in parts else name for name in wanted)]):
             if not isinstance(row, InputError):
-                found = ((name, _field(row, own)) for name, own in parts.items() if name not in row)
-                row = row | {name: value for name, value in found if value is not ...}
+                fields = ((name, _field(row, keys)) for name, keys in parts.items() if name not in row)
+                row = row | {name: value for name, value in fields if value is not ...}
             yield line, row
 
     return loaded._replace(columns=columns and (*columns, *parts), read=read_fields) if parts else loaded
 
 
 def _field(row: Row, names: Sequence[str]) -> object:
-    """Returns a field within objects; `...` if there is none."""
+    """Returns a field of nested objects; `...` if it does not exist."""
     value: object = row
     for name in names:
         value = value.get(name, ...) if isinstance(value, dict) else ...
@@ -201,18 +200,18 @@ def _field(row: Row, names: Sequence[str]) -> object:
 
 
 class _Part(NamedTuple):
-    """A file of a folder, and the columns that its place in the folder gives."""
+    """A file of a folder, with the columns that its subfolders define."""
 
     path: Path
     columns: dict[str, str | None]
     is_text: bool = False
-    """The whole file is the text of one row."""
+    """The file is the text of one row."""
 
 
 def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
     parts = _folder_parts(folder)
     first = parts[0]
-    given = tuple(parts[0].columns)
+    folder_columns = tuple(parts[0].columns)
     if first.is_text:
 
         def texts(_: Sequence[str]) -> Iterator[Record]:
@@ -220,42 +219,44 @@ def _open_folder(folder: Path, dialect: Dialect) -> OpenTable:
                 with TextFile(part.path) as file:
                     yield number, {"text": "".join(file.lines()).strip()} | part.columns
 
-        note = f"{folder}: {len(parts):,} files, each a text with the name of its folder as label"
-        return OpenTable(path=folder, format=".txt", columns=("text", *given), read=texts, notes=[note])
+        note = f"{folder}: {len(parts):,} files, each a text labeled with the name of its folder"
+        return OpenTable(path=folder, format=".txt", columns=("text", *folder_columns), read=texts, notes=[note])
     with open_table(first.path, quoting=dialect) as table:
         names = table.columns
         notes = table.notes
         class_names = table.class_names
-    if repeated := {*given} & {*(names or ())}:
-        raise InputError(f"{first.path}: the column {min(repeated)!r} is in the folder's name too; rename one")
+    if repeated := {*folder_columns} & {*(names or ())}:
+        raise InputError(f"{first.path}: the column {min(repeated)!r} is also in the folder's name; rename one")
 
     def read(columns: Sequence[str]) -> Iterator[Record]:
         numbers = itertools.count(1)
         for part in parts:
             with open_table(part.path, quoting=dialect) as table:
                 if {*(table.columns or ())} != {*(names or ())} or part.columns.keys() != first.columns.keys():
-                    raise InputError(f"{part.path}: has other columns than {first.path}; give parts the same")
+                    raise InputError(f"{part.path}: has other columns than {first.path}; all parts must have the same")
                 for _, row in table.read([name for name in columns if name not in part.columns]):
                     yield next(numbers), row if isinstance(row, InputError) else row | part.columns
 
-    what = f"{len(parts):,} files read as one table{', ' if given else ''}"
-    notes = [*notes, f"{folder}: {what}{' and '.join(map(repr, given))}{' from the names of folders' if given else ''}"]
-    columns = None if names is None else (*names, *given)
+    description = f"{len(parts):,} files read as one table"
+    if folder_columns:
+        description += f", {' and '.join(map(repr, folder_columns))} from the names of folders"
+    notes = [*notes, f"{folder}: {description}"]
+    columns = None if names is None else (*names, *folder_columns)
     format = extension(first.path)
     return OpenTable(path=folder, format=format, columns=columns, read=read, class_names=class_names, notes=notes)
 
 
 def _folder_parts(folder: Path) -> list[_Part]:
-    """Returns the parts of the table in a folder, in order; raises InputError if it holds something else.
+    """Returns the parts of the table in a folder, in order; raises InputError if the folder contains other files.
 
-    Files whose names begin with `.` or `_`, and empty ones, are left out.
+    Ignores empty files and names that begin with `.` or `_`.
     """
     if (folder / "state.json").is_file():  # Dataset.save_to_disk
         with contextlib.suppress(KeyError, TypeError):
-            return [_Part(folder / each["filename"], {}) for each in read_object(folder / "state.json")["_data_files"]]
+            return [_Part(folder / part["filename"], {}) for part in read_object(folder / "state.json")["_data_files"]]
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-        raise InputError(f"{folder}: a DatasetDict of the splits {splits}; give one, such as {folder / 'train'}")
+        raise InputError(f"{folder}: a DatasetDict of the splits {splits}; pass one split, such as {folder / 'train'}")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     files = [path for path in files if not any(name[0] in "._" for name in path.relative_to(folder).parts)]
     places = {path: path.relative_to(folder).parts[:-1] for path in files}
@@ -263,11 +264,11 @@ def _folder_parts(folder: Path) -> list[_Part]:
         if all(path.suffix.lower() == ".txt" for path in files):
             return [_Part(path, {"label": names[0]}, is_text=True) for path, names in places.items()]
     if not files or not all("=" in name for names in places.values() for name in names):
-        raise InputError(f"{folder}: a folder; {_EXPECTED}")
-    if not all(map(any, places.values())):  # plain files, which may be of several tables
-        found = [_PART.fullmatch(path.name) for path in files]
-        if not all(found) or len({each.group(each.lastindex or 1) for each in found if each}) > 1:
-            raise InputError(f"{folder}: a folder of other files than parts; {_EXPECTED}")
+        raise InputError(f"{folder}: a folder without a table; {_EXPECTED}")
+    if not all(map(any, places.values())):  # files in the folder itself may belong to several tables
+        matches = [_PART.fullmatch(path.name) for path in files]
+        if not all(matches) or len({part.group(part.lastindex or 1) for part in matches if part}) > 1:
+            raise InputError(f"{folder}: a folder of files that are not parts of a table; {_EXPECTED}")
     if len({extension(path) for path in files}) > 1:
         raise InputError(f"{folder}: a folder of files of several formats; {_EXPECTED}")
     return [_Part(path, dict(map(_partition, names))) for path, names in places.items()]

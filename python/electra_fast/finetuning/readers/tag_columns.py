@@ -1,6 +1,6 @@
 """Sentences of files with a word per line: CoNLL's columns, CoNLL-U, and tables with a column that numbers sentences.
 
-Comments and the columns' meaning are decided once per file, by its first lines.
+The first lines of a file decide which lines are comments and which columns are read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from electra_fast.errors import InputError
 from electra_fast.finetuning.readers.delimited import iterate_cells
-from electra_fast.finetuning.readers.rows import BadRows, Row, check_columns, columns_note, place, there_are
+from electra_fast.finetuning.readers.rows import BadRows, Row, available_columns, check_columns, columns_note, place
 from electra_fast.finetuning.readers.tables import Quoting, open_table
 from electra_fast.finetuning.readers.tag_schemes import is_bare, split_tag
 from electra_fast.finetuning.readers.tag_sentences import TEXT_COLUMNS, Sentence, check_single, joined_words
 
 COLUMN_FORMATS = (".conll", ".conllu", ".conllup", ".bio", ".iob", ".iob2", ".bioes", ".ner")
-# Column files in training; in prediction texts, unless their lines look like columns.
+# Column files in training; in prediction files of texts, unless their lines look like columns.
 TEXT_FORMATS = (".txt", ".tsv")
 WORD_NAMES = ("word", "words", "token", "tokens", "form")
 TAG_NAMES = ("tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "ne", "bio", "iob", "entity", "pos")
@@ -34,9 +34,9 @@ _CONLLU = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DE
 _GLOBAL_COLUMNS = re.compile(r"#\s*global\.columns\s*=\s*(.*)")
 # Lines that are not words: multiword tokens such as 1-2, and empty nodes such as 1.1.
 _NOT_A_WORD = re.compile(r"[0-9]+[-.][0-9]+")
-# Comments even where they have as many cells as words have. `#word` is a hashtag, unlike `# word`.
+# Comments even with as many cells as words. `#word` is a hashtag, unlike `# word`.
 _COMMENT = re.compile(r"#(begin|end) document\b")
-# Sentences from which prediction infers the layout; training uses the whole file.
+# Number of sentences from which prediction infers the layout; training uses the whole file.
 _SAMPLE = 1000
 
 
@@ -47,7 +47,7 @@ class _Line(NamedTuple):
 
 
 _Block = list[_Line]
-"""The lines between two blank ones."""
+"""The lines between two blank lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class _Layout:
     word: int
     tag: int | None
     sentence: int | None
-    """The column that numbers the sentences, if there is one."""
+    """The column that numbers the sentences, if any."""
     has_ids: bool
-    """Column 0 numbers the words of a sentence."""
+    """Whether column 0 numbers the words of a sentence."""
     types: frozenset[str]
-    """The types or tags of lines that cannot be comments."""
+    """Types or tags in the lines that are certainly words."""
 
     def is_comment(self, line: _Line, is_first: bool) -> bool:
-        """Returns whether a line is a comment. One that begins with # is a word only if it has the cells of one.
+        """Returns whether a line is a comment. A line that begins with # may be a word if it has a word's cells.
 
-        `#word` is then a hashtag; `# word` needs a tag that other words have too.
+        Then `#word` is a hashtag, and `# word` is a word if other words have its tag too.
         """
         if not line.text.startswith("#"):
             return self.has_ids and bool(_NOT_A_WORD.fullmatch(line.cells[0]))
@@ -89,15 +89,15 @@ def column_sentences(
     bad: BadRows | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Sentence]:
-    """Yields the sentences of a file with a word per line, its columns separated by tabs or spaces, or a .csv file.
+    """Yields the sentences of a file with a word per line and columns separated by tabs or spaces, or of a .csv file.
 
-    Blank lines separate sentences, or the values of one of the columns `SENTENCE_NAMES`. Columns have names in
-    .conllu files, and where a comment `# global.columns = ...` or the first line says so.
+    Sentences are separated by blank lines, or numbered in a column of `SENTENCE_NAMES`. Columns have names in .conllu
+    files, after a comment `# global.columns = ...`, and if the first line is a header.
 
-    `text` is the column of the words: a name, or a number from 0, or from the end with -1; empty for one of
-    `WORD_NAMES`, else 0, or 1 where column 0 numbers the words. `label` is that of the tags, which a test file may
-    lack; empty for one of `TAG_NAMES`, else -1, in .conllu files 3; None to stream words without tags. Without `bad`,
-    the first bad sentence is raised.
+    `text` is the word column: a name, or a number from 0, or from the end with -1. Empty: one of `WORD_NAMES`, or else
+    column 0, or 1 if column 0 numbers the words. `label` is the tag column, which a test file may lack. Empty: one of
+    `TAG_NAMES`, or else the last column, or column 3 in .conllu files. None: stream words without tags. Without `bad`,
+    the error of the first bad sentence is raised.
     """
     notes = [] if notes is None else notes
     collect: Any = contextlib.nullcontext if bad is None else bad.collect
@@ -124,7 +124,7 @@ def column_sentences(
 
 
 def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> bool:
-    """Returns whether a file to predict has a word per line, as in training, rather than texts; texts if unclear."""
+    """Returns whether a file for prediction has a word per line, as in training, and not a text per line or row."""
     suffix = path.suffix.lower()
     if suffix in COLUMN_FORMATS or not path.is_file():
         return suffix in COLUMN_FORMATS
@@ -147,7 +147,7 @@ def are_columns(path: Path, text: Sequence[str], quoting: Quoting = "auto") -> b
 
 
 def _is_word_table(names: Sequence[str], text: Sequence[str]) -> bool:
-    """Returns whether the columns are those of a table with a word per row, rather than a text."""
+    """Returns whether a table with these columns has a word per row, and not a text."""
     word = next((name for name in names if name in text or (not text and name.lower() in WORD_NAMES)), None)
     sentence = _sentence_column(names)
     return word is not None and (word.lower() in WORD_NAMES or sentence not in (None, names.index(word)))
@@ -170,7 +170,7 @@ def _named_blocks(path: Path, text: Sequence[str], label: Sequence[str]) -> tupl
     names = {name.lower() for name in header}
     is_named = bool(names & {*WORD_NAMES}) and bool(names & {*TAG_NAMES})
     if is_named or any(name in header and not _is_number(name) for name in (*text, *label)):
-        others = [each for each in first if each is not line]
+        others = [other for other in first if other is not line]
         return header, itertools.chain([others] if others else [], blocks)
     return [], rest
 
@@ -189,7 +189,7 @@ def _blocks(path: Path) -> Iterator[_Block]:
 
 
 def _table_blocks(rows: Iterator[tuple[int, Row]]) -> Iterator[_Block]:
-    """Yields the rows of a .csv file in blocks; blank lines show in the numbers, or are rows of empty cells."""
+    """Yields the rows of a .csv file in blocks, separated by skipped line numbers or rows of empty cells."""
     block: _Block = []
     for number, row in rows:
         if block and (number > block[-1].number + 1 or not any(row.values())):
@@ -214,7 +214,7 @@ def _layout(
     width = Counter(len(line.cells) for line in lines).most_common(1)[0][0]
     full = [line for line in lines if len(line.cells) == width]
     columns = [[line.cells[column] for line in full] for column in range(width)]
-    has_ids = _is_conllu(names) or (not names and width > 2 and [*text] != ["0"] and _count_words(sample))
+    has_ids = _is_conllu(names) or (not names and width > 2 and [*text] != ["0"] and _has_word_numbers(sample))
     word = _column(path, text, names, WORD_NAMES, 1 if has_ids else 0, "--text")
     numbered = word if has_ids else None
     tag = None if label is None else _tag_column(path, label, names, columns, numbered, is_test=is_test)
@@ -223,32 +223,32 @@ def _layout(
     if not _are_columns(width, word, tag):
         raise InputError(_misfit(path, full[0], word, tag))
     if not text and width > 2 and all(map(str.isdecimal, columns[word])):
-        raise InputError(f"{place(path, full[0].number)}: column {word} has only numbers; choose the words with --text")
+        raise InputError(f"{place(path, full[0].number)}: column {word} has only numbers; choose words with --text")
     if has_ids and not names and not text:
         chosen = "" if tag is None else f", tags from column {tag % width}"
         notes.append(
             f"{path}: column 0 numbers the words; words are read from column {word}{chosen} of 0 to {width - 1}; "
-            "choose with --text and --label"
+            "choose other columns with --text and --label"
         )
     types = frozenset(split_tag(cell)[1] for cell in columns[-1 if tag is None else tag]) - {""}
     sentence = _sentence_column(names)
     if names:
-        numbers = {"words in": word, "tags in": tag, "sentences by": sentence}
-        read = [f"{what} {names[column]!r}" for what, column in numbers.items() if column is not None]
+        numbers = {"words": word, "tags": tag, "sentence numbers": sentence}
+        read = [f"{content} in {names[column]!r}" for content, column in numbers.items() if column is not None]
         notes.append(columns_note(path, ", ".join(read), text, label or ()))
     return _Layout(width=width, word=word, tag=tag, sentence=sentence, has_ids=has_ids, types=types)
 
 
-def _count_words(sample: Sequence[_Block]) -> bool:
+def _has_word_numbers(sample: Sequence[_Block]) -> bool:
     """Returns whether the first cells of most blocks are 1, 2, 3 and so on."""
     firsts = [[line.cells[0] for line in block if not line.text.startswith("#")] for block in sample]
-    counted = [own == [str(number) for number in _numbers(own)] for own in firsts if own]
-    return 2 * sum(counted) > len(counted) and any(len(own) > 1 for own in firsts)
+    counted = [cells == [str(number) for number in _numbers(cells)] for cells in firsts if cells]
+    return 2 * sum(counted) > len(counted) and any(len(cells) > 1 for cells in firsts)
 
 
-def _numbers(found: Sequence[str]) -> range:
-    first = 0 if found[0] == "0" else 1
-    return range(first, first + len(found))
+def _numbers(cells: Sequence[str]) -> range:
+    first = 0 if cells[0] == "0" else 1
+    return range(first, first + len(cells))
 
 
 def _tag_column(
@@ -260,11 +260,11 @@ def _tag_column(
     *,
     is_test: bool,
 ) -> int | None:
-    """Returns the column of the tags.
+    """Returns the tag column.
 
-    Without names it is the last column that is not empty, as a tab may end lines; in files that number their words,
-    the first one of entities, as GermEval has the outer ones first. In .conllup files it is the one that CoNLL-U lacks,
-    else that of parts of speech.
+    Without names it is the last column that is not empty, since lines may end with a tab. In files that number their
+    words it is the first column of entities, since GermEval has outer entities first. In .conllup files it is the
+    column that CoNLL-U lacks, or else the parts of speech.
     """
     has_usual = not {*map(str.lower, names)}.isdisjoint(TAG_NAMES)
     if chosen or has_usual or (names and not _is_conllu(names) and not is_test):
@@ -275,31 +275,31 @@ def _tag_column(
         return next((column for column in after if "O" in columns[column]), last)
     if not _is_conllu(names):
         return None
-    own = [name for name in names if name not in _CONLLU] or [name for name in names if name == "UPOS"]
-    if len(own) != 1:
-        raise InputError(f"{path}: no label column; {there_are(own or names)}; choose with --label")
-    return names.index(own[0])
+    candidates = [name for name in names if name not in _CONLLU] or [name for name in names if name == "UPOS"]
+    if len(candidates) != 1:
+        raise InputError(f"{path}: no label column; {available_columns(candidates or names)}; choose with --label")
+    return names.index(candidates[0])
 
 
 def _column(
     path: Path, chosen: Sequence[str], names: Sequence[str], usual: Sequence[str], number: int, flag: str
 ) -> int:
-    """Returns the number of a column chosen by name or number; else that of a usual name, or the given one."""
+    """Returns the number of the chosen column, or of one with a usual name, or else `number`."""
     check_single(chosen, flag)
     lower = [name.lower() for name in names]
     if not chosen:
-        found = next((lower.index(name) for name in usual if name in lower), None)
-        if found is None and names and not _is_conllu(names):
-            raise InputError(f"{path}: no {flag.removeprefix('--')} column; {there_are(names)}; choose with {flag}")
-        return number if found is None else found
+        column = next((lower.index(name) for name in usual if name in lower), None)
+        if column is None and names and not _is_conllu(names):
+            raise InputError(f"{path}: no {flag[2:]} column; {available_columns(names)}; choose with {flag}")
+        return number if column is None else column
     name = chosen[0]
     if name in names or name.lower() in lower:
         return names.index(name) if name in names else lower.index(name.lower())
     if names and not _is_number(name):
         check_columns(path, names, chosen, flag)
     if not _is_number(name):
-        numbered = "the columns of this format are numbered from 0, and from the end with -1"
-        raise InputError(f"{flag} is {name!r}; {numbered}")
+        expected = "must be a number from 0, or from the end with -1, since the columns of this file have no names"
+        raise InputError(f"{flag} = {name!r}: {expected}")
     return int(name)
 
 
@@ -318,10 +318,10 @@ def _are_columns(width: int, word: int, tag: int | None) -> bool:
 
 def _misfit(path: Path, line: _Line, word: int, tag: int | None) -> str:
     width = len(line.cells)
-    expected = f"words are expected in column {word}{'' if tag is None else f' and tags in column {tag}'}"
+    expected = f"expected words in column {word}{'' if tag is None else f' and tags in column {tag}'}"
     return (
-        f"{place(path, line.number)}: {width} column{'s' if width > 1 else ''} separated by tabs or spaces, but "
-        f"{expected}; choose with --text and --label"
+        f"{place(path, line.number)}: {expected}, got {width} column{'s' if width > 1 else ''} separated by tabs or "
+        "spaces; choose columns with --text and --label"
     )
 
 
@@ -335,7 +335,7 @@ def _words(blocks: Iterator[_Block], layout: _Layout, comments: list[_Line]) -> 
 
 
 def _split_by_id(blocks: Iterator[_Block], column: int | None) -> Iterator[_Block]:
-    """Yields the lines of each sentence. If a column numbers sentences, an empty cell repeats the one before."""
+    """Yields the lines of each sentence. In a column of sentence numbers, an empty cell repeats the cell above."""
     for block in blocks:
         if column is None:
             yield block
@@ -355,15 +355,15 @@ def _sentence(path: Path, number: int, lines: _Block, layout: _Layout) -> Senten
         if len(line.cells) != len(first.cells):
             raise InputError(
                 f"{place(path, line.number)}: {len(line.cells)} columns, but line {first.number} of the sentence has "
-                f"{len(first.cells)}; every word needs a tag, a blank line ends a sentence, and a comment begins with #"
+                f"{len(first.cells)}; tag every word, end sentences with a blank line and begin comments with #"
             )
     if not _are_columns(len(first.cells), layout.word, layout.tag):
         raise InputError(_misfit(path, first, layout.word, layout.tag))
     for expected, line in zip(_numbers([line.cells[0] for line in lines]), lines, strict=True):
         if layout.has_ids and line.cells[0] != str(expected):
             raise InputError(
-                f"{place(path, line.number)}: the word is numbered {line.cells[0]!r} and should be {expected}; a line "
-                "is missing, or a blank line between sentences"
+                f"{place(path, line.number)}: expected the word number {expected}, got {line.cells[0]!r}; add the "
+                "missing line, or a blank line between sentences"
             )
     numbers = [line.number for line in lines]
     joined = joined_words(path, numbers, [line.cells[layout.word] for line in lines])

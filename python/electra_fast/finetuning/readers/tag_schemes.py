@@ -1,10 +1,11 @@
-"""Tags that delimit entities: how a file writes them, which scheme they follow, and tags as entities and back.
+"""Tags that delimit entities: their notation and scheme, and conversion between tags and entities.
 
 `tag_files` reads any scheme and trains on IOB2; scores and predictions decode the model's tags. A file has one
-notation (`B-PER`, `PER_B`, `b:per`, `begin/PER`), found in the training file's tags; `Notation.usual` removes it.
+notation (`B-PER`, `PER_B`, `b:per`, `begin/PER`), detected in the training file's tags; `Notation.usual` converts tags
+to the usual one.
 
-A tag is `O`, or a prefix and a type as in `B-PER`. Without a type, as in `B`, the type is `_`; without a prefix, as in
-`PER`, the word is inside an entity, as with `I-`.
+A tag is `O`, or a prefix and a type as in `B-PER`. A tag such as `B` has the type `_`; a tag such as `PER` means the
+same as `I-PER`.
 
 | scheme | one word of an entity | first, inner and last word | first word after an entity of the same type |
 |--------|-----------------------|----------------------------|---------------------------------------------|
@@ -28,7 +29,7 @@ from electra_fast.config.section import did_you_mean
 from electra_fast.errors import InputError
 
 Entity = tuple[int, int, str]
-"""The first word, the one after the last, and the type."""
+"""The first word, the end (exclusive), and the type."""
 
 SCHEMES = ("IO", "IOB1", "IOB2", "IOBES", "IOE", "none")
 ALIASES = {
@@ -40,12 +41,12 @@ ALIASES = {
     "IOE1": "IOE",
     "IOE2": "IOE",
 }
-# Prefixes, with those of BILOU, BMES and BMEWO as their equivalents in IOBES. The 1 of `1-PER` is one more for S.
+# Prefixes and their equivalents in IOBES, including BILOU, BMES and BMEWO. The 1 of `1-PER` also means S.
 PREFIXES = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S", "W": "S"}
 _PREFIXED = re.compile(f"([{''.join(PREFIXES)}]|1(?=-))(?:-(.*))?", re.DOTALL)
-# Below this fraction of words outside entities, types without prefixes are taken for labels of every word.
+# Below this fraction of words outside entities, types without prefixes are considered labels of single words.
 MIN_OUTSIDE = 0.1
-# Prefixes that a scheme does not have.
+# Prefixes that are invalid in a scheme.
 _FOREIGN = {"IO": "BES", "IOB1": "ES", "IOB2": "ES", "IOE": "BS"}
 _OUTSIDE = ("O", "")
 # Letters and words for the place of a word in its entity.
@@ -53,7 +54,7 @@ _PLACES = PREFIXES | {"BEGIN": "B", "BEGINNING": "B", "START": "B", "INSIDE": "I
 _PLACES |= {"LAST": "E", "SINGLE": "S", "UNIT": "S", "1": "S"}
 _PLACE = "|".join(_PLACES)
 _SEPARATOR = r"[^\w\s]|_|\s"
-# Tags of words outside entities in files that have no `O`.
+# Tags of words outside entities in files without `O`.
 _OUTSIDE_WORDS = {"o", "0", "_", "-", "*", "out", "outside", "other", "none", "null", "nil"}
 
 
@@ -66,7 +67,7 @@ def scheme_named(name: str) -> str:
 
 @lru_cache(4096)
 def split_tag(tag: str) -> tuple[str, str]:
-    """Returns the prefix (B, I, E or S) and the type of a tag; for `O`, `O` and nothing."""
+    """Returns the prefix (B, I, E or S) and the type of a tag; for `O`, `O` and an empty type."""
     if tag == "O":
         return _OUTSIDE
     match = _PREFIXED.fullmatch(tag)
@@ -78,20 +79,19 @@ def is_bare(tag: str) -> bool:
 
 
 def detect_scheme(sentences: Iterable[Sequence[str]]) -> str:
-    """Returns the scheme that the tags of a file follow, one of `SCHEMES`.
+    """Returns the scheme of a file's tags, one of `SCHEMES`, by the first rule that applies.
 
-    The first rule that holds decides:
-
-    1. There is no `O`, and a tag has no prefix, or all are single letters other than `B`: none.
-    2. A tag has no prefix, none has a prefix with a type, and `O` is rarer than `MIN_OUTSIDE`: none. In tags of
-       parts of speech, `O` may be a label like others.
-    3. There is a prefix S, L or U, or both B and E: IOBES; E alone or beside I: IOE.
-    4. There is no B: IO. IOB1 without adjacent entities of a type looks the same, and is read the same.
-    5. Entities that do not follow one of their own type begin with B in IOB2 and with I in IOB1: what most of them do,
-       and IOB2 at a tie.
+    1. There is no `O`, and some tag has no prefix or all tags are single letters other than `B`: none.
+    2. Some tag has no prefix, no tag has a prefix with a type, and `O` is rarer than `MIN_OUTSIDE`: none. Among parts
+       of speech, `O` may be an ordinary label.
+    3. There is a prefix S, L or U, or both B and E: IOBES. There is E without B: IOE.
+    4. There is no B: IO. IOB1 without adjacent entities of a type has the same tags and meaning.
+    5. Entities that do not follow an entity of the same type begin with B in IOB2 and with I in IOB1: the majority
+       decides, IOB2 at a tie.
     """
     tags: Counter[str] = Counter()
-    num_b = num_i = 0
+    num_b = 0
+    num_i = 0
     for sentence in sentences:
         tags.update(sentence)
         for (_, type_before), (prefix, type_) in pairwise([_OUTSIDE, *map(split_tag, sentence)]):
@@ -116,26 +116,26 @@ def _delimit_entities(tags: Counter[str]) -> bool:
 
 
 def to_entities(tags: Sequence[str], scheme: str) -> tuple[list[Entity], list[int]]:
-    """Returns a sentence's entities in a scheme other than none, and the words whose tags are ill-formed in it."""
+    """Returns a sentence's entities, and the words whose tags are ill-formed in `scheme`, which must not be none."""
     return entities_of(tags), sorted(_ill_formed(tags, scheme))
 
 
 def entities_of(tags: Sequence[str]) -> list[Entity]:
-    """Returns the entities of a sentence, read leniently, as conlleval and seqeval's default mode do.
+    """Returns the entities of a sentence, read as leniently as by conlleval and by seqeval's default mode.
 
-    B and S begin an entity, and so do I and E unless they continue one of their type. E, S, O, another type, and the
-    beginning of the next entity end it.
+    B and S begin an entity; so do I and E unless they continue an entity of their type. An entity ends with E or S, and
+    before O, another type or the beginning of the next entity.
     """
     entities: list[Entity] = []
     start: int | None = None
     type_ = ""
-    for word, (prefix, own) in enumerate([*map(split_tag, tags), _OUTSIDE]):
-        if start is not None and (prefix in "OBS" or own != type_):
+    for word, (prefix, next_type) in enumerate([*map(split_tag, tags), _OUTSIDE]):
+        if start is not None and (prefix in "OBS" or next_type != type_):
             entities.append((start, word, type_))
             start = None
         if start is None and prefix != "O":
             start = word
-            type_ = own
+            type_ = next_type
         if start is not None and prefix in "ES":
             entities.append((start, word + 1, type_))
             start = None
@@ -143,7 +143,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
 
 
 def from_entities(entities: Iterable[Entity], num_words: int) -> list[str]:
-    """Returns IOB2 tags of a sentence with these entities, which must not overlap."""
+    """Returns the IOB2 tags of a sentence with these entities, which must not overlap."""
     tags = ["O"] * num_words
     for start, end, type_ in entities:
         tags[start:end] = [f"B-{type_}"] + [f"I-{type_}"] * (end - start - 1)
@@ -151,7 +151,7 @@ def from_entities(entities: Iterable[Entity], num_words: int) -> list[str]:
 
 
 def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
-    """Returns the words whose tags are invalid in their place; in IOBES also those of an unclosed entity."""
+    """Returns the words whose tags are invalid in their place; in IOBES also the words of unclosed entities."""
     words: set[int] = set()
     pairs = pairwise([_OUTSIDE, *map(split_tag, tags), _OUTSIDE])
     for word, ((prefix_before, type_before), (prefix, type_)) in enumerate(pairs):
@@ -170,16 +170,16 @@ def _ill_formed(tags: Sequence[str], scheme: str) -> set[int]:
 
 @dataclass(frozen=True)
 class Notation:
-    """The form in which a place such as B and a type make a tag; by default `B-PER`, and `O` outside entities."""
+    """Spelling of tags: how a place (such as B) and a type form a tag. By default `B-PER`, and `O` outside entities."""
 
     separator: str = "-"
-    """Between both; empty as in `BPER`."""
+    """Text between place and type; empty as in `BPER`."""
     is_suffix: bool = False
-    """The place follows the type."""
+    """Whether the place follows the type."""
     ignores_case: bool = False
     outside: str = "O"
     has_places: bool = True
-    """False: every tag is a type, also one such as `E-MAIL`."""
+    """If False, every tag is a type, even if it looks like `E-MAIL`."""
 
     def usual(self, tag: str) -> str:
         if tag == self.outside:
@@ -199,24 +199,25 @@ class Notation:
         pattern = f"(.+){separator}({place})" if self.is_suffix else f"({place}){separator}({type_})"
         match = re.fullmatch(pattern, tag, re.DOTALL | (re.IGNORECASE if self.ignores_case else 0))
         if match:
-            found, own = match.groups()[:: -1 if self.is_suffix else 1]
-            return _PLACES[found.upper()], own.strip()
+            place, type_ = match.groups()[:: -1 if self.is_suffix else 1]
+            return _PLACES[place.upper()], type_.strip()
         letter = tag.upper() if self.ignores_case else tag
         return (PREFIXES[letter], "") if letter in PREFIXES else None
 
 
 def detect_notation(tags: Counter[str]) -> Notation:
-    """Returns the notation of a file's tags, given how often each occurs.
+    """Returns the notation of a file's tags, given the number of occurrences of each tag.
 
-    It is that of most words with a type, the default first. Another one must look like a scheme: it has a B, or only I,
-    or I and E; and words outside entities, or a type with several places. If there is no `O`, another tag takes its
-    place: one such as `_` beside tags with places, or `other` if it is the most frequent tag.
+    It is the notation that fits most words inside entities, at a tie the default. Any other notation must look like a
+    scheme: it has B, or only I, or I and E; and there are words outside entities, or a type with several places. If no
+    tag is `O`, another tag marks words outside entities: a tag such as `_` if others have places, or `other` if it is
+    the most frequent tag.
     """
     others = (tag for tag in tags if tag.lower() in _OUTSIDE_WORDS)
     outside = "O" if "O" in tags else max(others, key=lambda tag: tags[tag], default="")
     types = Counter({tag: count for tag, count in tags.items() if tag != outside})
-    matched = {each: sum(types[tag] for tag in types if each.parts(tag)) for each in _candidates(types)}
-    best = max(matched, key=lambda each: matched[each])
+    matched = {notation: sum(types[tag] for tag in types if notation.parts(tag)) for notation in _candidates(types)}
+    best = max(matched, key=lambda notation: matched[notation])
     if best != Notation() and not _is_plausible(best, types, bool(outside)):
         best = Notation()
     if 2 * matched[best] <= types.total():
@@ -227,10 +228,11 @@ def detect_notation(tags: Counter[str]) -> Notation:
 
 
 def are_types(tags: Counter[str], outside: str, known: Collection[str] = ()) -> bool:
-    """Returns whether all tags other than `outside` are types, although some look as if they had a prefix.
+    """Returns whether all tags other than `outside` are types, although some, such as `E-MAIL`, seem to have a prefix.
 
-    One such as `E-MAIL` does, beside `NAME` and `PHONE`: as many tags have no prefix, more if it is `B-`, which begins
-    single words too, and the prefix and the type of the others are in no other tag. Or it is one of the types `known`.
+    This is the case if the tags with a prefix are no more than those without (fewer if a prefix is `B`, which also
+    begins entities of one word), and no other tag shares their prefixes or types; or if they are among the types
+    `known`.
     """
     bare = {*filter(is_bare, tags)} - {outside}
     prefixed = [tag for tag in tags if tag != outside and tag not in bare]
@@ -244,7 +246,7 @@ def are_types(tags: Counter[str], outside: str, known: Collection[str] = ()) -> 
 
 
 def _candidates(tags: Iterable[str]) -> Iterator[Notation]:
-    separators = dict.fromkeys(["-", "_", *(found for tag in tags for found in re.findall(_SEPARATOR, tag))])
+    separators = dict.fromkeys(["-", "_", *(mark for tag in tags for mark in re.findall(_SEPARATOR, tag))])
     for ignores_case in (False, True):
         for separator in separators:
             yield Notation(separator, False, ignores_case)
@@ -257,8 +259,8 @@ def _is_plausible(notation: Notation, tags: Iterable[str], has_outside: bool) ->
     for place, type_ in filter(None, map(notation.parts, tags)):
         places.setdefault(type_, set()).add(place)
     all_places = set().union(*places.values())
-    is_varied = any(len(own) > 1 for own in places.values())
+    is_varied = any(len(prefixes) > 1 for prefixes in places.values())
     if not notation.separator:
-        return has_outside and is_varied and all("B" in own or "S" in own for own in places.values())
+        return has_outside and is_varied and all("B" in prefixes or "S" in prefixes for prefixes in places.values())
     has_scheme = "B" in all_places or all_places == {"I"} or (is_varied and all_places == {"I", "E"})
     return has_scheme and (has_outside or is_varied)

@@ -1,4 +1,4 @@
-"""Opens a file once, from a disk, standard input or a pipe, compressed or not, and decodes its lines in a stream."""
+"""Opens a file, standard input or a pipe once, decompresses it and decodes its lines in a stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pyarrow
 from electra_fast.errors import InputError
 
 STANDARD_INPUT = Path("-")
-# Enough to see how a file's lines end. A pipe is read only as far as it is filled.
+# Enough to detect the line ends of a file. Less is read from a pipe that holds less.
 _CHUNK_BYTES = 1 << 18
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_MARKS = {  # of UTF-32 before those of UTF-16, with which they begin
+_MARKS = {  # UTF-32 before UTF-16, whose mark is a prefix
     codecs.BOM_UTF8: "UTF-8",
     codecs.BOM_UTF32_LE: "UTF-32-LE",
     codecs.BOM_UTF32_BE: "UTF-32-BE",
@@ -41,7 +41,7 @@ _NOT_TEXT = {
 
 
 class TextFile:
-    """A file that is read once. Its first bytes show the compression, a byte order mark the encoding.
+    """A file that is read once. Compression is detected from its first bytes, the encoding from a byte order mark.
 
     Args:
         path: The file; `-` is standard input.
@@ -63,10 +63,10 @@ class TextFile:
         if self._compression:
             self._stream = _DECOMPRESSORS[self._compression](self._raw)
         self.head = self._read()
-        """The first bytes, at least one where there are any."""
+        """The first bytes; empty only if the file is empty."""
         self._mark = next((mark for mark in _MARKS if self.head.startswith(mark)), b"")
         self.encoding = _MARKS.get(self._mark, "UTF-8")
-        """By the byte order mark; UTF-8 without one."""
+        """Encoding from the byte order mark; UTF-8 without a mark."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,8 +75,8 @@ class TextFile:
         self._raw.close()
 
     @property
-    def has_own_bytes(self) -> bool:
-        """Whether another reader can open the path instead."""
+    def is_plain(self) -> bool:
+        """True if another reader can open the path directly."""
         return self.is_regular and not self._compression
 
     def is_idle(self) -> bool:
@@ -89,10 +89,10 @@ class TextFile:
         return b"".join((self.head, *iter(self._read, b"")))
 
     def lines(self) -> Iterator[str]:
-        """Yields decoded lines with their ends: LF or CRLF, so texts may have a lone CR and Unicode's line separators.
+        """Yields decoded lines with their ends, LF or CRLF; a lone CR and Unicode line separators are part of the text.
 
-        If the first lines end in CR alone, as old spreadsheets write them, all do. Raises InputError naming the place
-        of what is not text.
+        If the first lines end in CR alone, as in files from old spreadsheets, CR ends all lines. Raises InputError with
+        the place of bytes that are not text.
         """
         self._check_text()
         decoder = codecs.getincrementaldecoder(self.encoding)()
@@ -132,23 +132,21 @@ class TextFile:
             self._raw.close()
             reason = " ".join(str(error).split())
             if "too much memory" in reason:
-                remedy = "unpack it with `zstd -d --long=31`"
+                remedy = "decompress it with `zstd -d --long=31`"
                 raise InputError(f"{self.path}: its zstd window is over 128 MiB; {remedy}") from None
-            raise InputError(f"{self.path}: damaged {self._compression} ({reason}); get the file again") from None
+            raise InputError(f"{self.path}: damaged {self._compression} ({reason}); download the file again") from None
 
     def _check_text(self) -> None:
-        found = next((name for magic, name in _NOT_TEXT.items() if self.head.startswith(magic)), None)
-        if found:
-            raise InputError(f"{self.path}: not text but {found}")
+        kind = next((name for magic, name in _NOT_TEXT.items() if self.head.startswith(magic)), None)
+        if kind:
+            raise InputError(f"{self.path}: not text but {kind}")
         if self.encoding == "UTF-8" and (b"\n\0" in self.head or b"\0\n" in self.head):
-            raise InputError(
-                f"{self.path}: line 1: has NUL bytes, as UTF-16 without a byte order mark does; save it as UTF-8, or "
-                "with `iconv -f UTF-16LE -t UTF-8`"
-            )
+            remedy = "convert the file with `iconv -f UTF-16LE -t UTF-8`"
+            raise InputError(f"{self.path}: line 1: NUL bytes, as in UTF-16 without a byte order mark; {remedy}")
 
     def _undecodable(self, error: UnicodeDecodeError, number: int, offset: int, end: str) -> str:
         number += error.object[: error.start].decode(self.encoding).count(end)
         place = f"{self.path}: line {number}: not {self.encoding} at byte {offset + error.start:,}"
         if self.encoding != "UTF-8":
-            return f"{place}; get the file again"
-        return f"{place}; convert the file to UTF-8, from Windows-1252 with `iconv -f CP1252 -t UTF-8`"
+            return f"{place}; download the file again"
+        return f"{place}; convert the file to UTF-8, such as with `iconv -f CP1252 -t UTF-8` from Windows-1252"

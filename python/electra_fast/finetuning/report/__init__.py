@@ -1,1 +1,1 @@
-"""Reports on a model's answers: numbers, examples and pictures, from gold labels and answers alone."""
+"""Reports on a model's answers, made from gold labels and answers: scores, examples and pictures."""

@@ -1,7 +1,7 @@
-"""A report on a model's answers to labeled examples: report.json, report.md for people, and pictures.
+"""A report on a model's answers to labeled examples: report.json, report.md and pictures.
 
-It depends on the task, the examples and the answers alone, never on the model: those of a finished seed, of all folds
-together, or of a file that was predicted.
+It depends only on the task, the examples and the answers, not on the model. The answers may come from a finished seed,
+from all folds together, or from predictions for a file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Answered = tuple[Split, Sequence[Prediction]]
-"""Examples with gold labels, and an answer for each."""
-# Rows of a table, and characters of a cell, in report.md; report.json has all.
+"""Examples with gold labels, and an answer to each."""
+# Limits of rows per table and characters per cell in report.md; report.json is complete.
 _MAX_ROWS = 25
 _MAX_CHARACTERS = 160
 
 
 @dataclass(frozen=True)
 class Report:
-    """Facts about the examples, and sections."""
+    """Facts about the examples, and the sections."""
 
     facts: dict[str, Any]
     sections: list[Section]
@@ -60,16 +60,16 @@ def make_report(
 
     Args:
         task: The task.
-        parts: Examples with their answers, as a task type's `answers` yields them.
-        train: The training examples, to compare labels and find duplicates; None to leave this out.
-        baselines: Scores of other answers to the same examples by their name, such as `majority`.
-        teaching: What a teacher was worth, and what its predictions and the student's take.
+        parts: Examples with their answers, as yielded by a task type's `answers`.
+        train: The training examples, to compare labels and find duplicates; None for a report without this.
+        baselines: Scores of other answers to the same examples by name, such as `majority`.
+        teaching: The teacher's effect on scores, and the duration of its predictions and the student's.
     """
     task_type = TASK_TYPES[task.kind]
     split, answers = _labeled(task, parts)
     facts: dict[str, Any] = {"task": task.name, "kind": task.kind, "examples": len(answers)}
     scores = {
-        name: {"model": value} | {other: own[name] for other, own in (baselines or {}).items() if name in own}
+        name: {"model": value} | {other: table[name] for other, table in (baselines or {}).items() if name in table}
         for name, value in task_type.scores_of_answers(task, split, answers).items()
     }
     text = "majority: always the most frequent answer. untrained: the same network, trained from random weights."
@@ -77,18 +77,19 @@ def make_report(
     sections = [Section("scores", scores, "Scores", text), *particular]
     if teaching:
         text += " alone: the same network, trained on the labels without the teacher."
-        seconds = {f"{name}, seconds per 1,000 texts": each for name, each in teaching["seconds_per_thousand"].items()}
-        shown = {"share of the gap between alone and teacher that is closed": teaching["gap_closed"], **seconds}
+        durations = teaching["seconds_per_thousand"].items()
+        seconds = {f"{name}, seconds per 1,000 texts": duration for name, duration in durations}
+        shown = {"fraction of the gap between alone and teacher that is closed": teaching["gap_closed"], **seconds}
         sections[:1] = [Section("scores", scores, "Scores", text), Section("teaching", teaching, shown=shown)]
     if train is not None:
         facts |= {"warning": warning} if (warning := overlap_warning(train, split)) else {}
         if sizes := task_type.label_counts(task, train):
             shares = label_shares(sizes, task_type.label_counts(task, split))
             text = "The largest differences first."
-            sections.append(Section("label_shares", shares, "Labels in train and dev", text))
+            sections.append(Section("label_shares", shares, "Labels in the training and validation sets", text))
         text = (
             "Exact: equal in lower case without punctuation and spaces. Near: the sets of their words have a Jaccard "
-            f"index of at least {MIN_JACCARD}, in pairs both texts. Scores without them tell more about new text."
+            f"index of at least {MIN_JACCARD}, in pairs both texts. Scores without them predict scores on new text."
         )
         duplicates = _duplicates(task, train, split, answers, scores)
         sections.append(Section("duplicates", duplicates, "Duplicates of training examples", text))
@@ -97,9 +98,9 @@ def make_report(
 
 def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
     golds = [TASK_TYPES[task.kind].golds(task, split) for split, _ in parts]
-    chosen = [[row for row, gold in enumerate(own) if gold is not None] for own in golds]
+    chosen = [[row for row, gold in enumerate(values) if gold is not None] for values in golds]
     splits = [select(split, split.name, rows) for (split, _), rows in zip(parts, chosen, strict=True)]
-    answers = [own[row] for (_, own), rows in zip(parts, chosen, strict=True) for row in rows]
+    answers = [values[row] for (_, values), rows in zip(parts, chosen, strict=True) for row in rows]
     if len(splits) == 1:
         return splits[0], answers
     together: dict[str, Any] = {
@@ -114,25 +115,25 @@ def _labeled(task: Task, parts: Sequence[Answered]) -> Answered:
 def _duplicates(
     task: Task, train: Split, split: Split, answers: Sequence[Prediction], scores: Mapping[str, Any]
 ) -> dict[str, Any]:
-    found = find_duplicates(train, split)
-    num_exact = sum(each.is_exact for each in found)
-    content: dict[str, Any] = {"exact": num_exact, "near": len(found) - num_exact}
-    left = sorted({*range(len(answers))} - {each.row for each in found})
-    if found and left:
+    duplicates = find_duplicates(train, split)
+    num_exact = sum(duplicate.is_exact for duplicate in duplicates)
+    content: dict[str, Any] = {"exact": num_exact, "near": len(duplicates) - num_exact}
+    left = sorted({*range(len(answers))} - {duplicate.row for duplicate in duplicates})
+    if duplicates and left:
         rest = select(split, split.name, left)
-        own = TASK_TYPES[task.kind].scores_of_answers(task, rest, [answers[row] for row in left])
+        scores_of_rest = TASK_TYPES[task.kind].scores_of_answers(task, rest, [answers[row] for row in left])
         content["scores"] = {
-            name: {"all": value["model"], "without_duplicates": own[name]}
+            name: {"all": value["model"], "without_duplicates": scores_of_rest[name]}
             for name, value in scores.items()
-            if name in own
+            if name in scores_of_rest
         }
-    return content | {"examples": examples(train, split, found)}
+    return content | {"examples": examples(train, split, duplicates)}
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Writes report.json, report.md and a picture per section that has one; each file is replaced at once.
+    """Writes report.json, report.md and the pictures of sections; each file is replaced atomically.
 
-    report.md shows also curves.png, if it is there.
+    report.md also shows curves.png, if it exists.
     """
     for section in report.sections:
         if section.draw is not None:
@@ -149,7 +150,7 @@ def _picture(draw: Callable[[Figure], None]) -> bytes:
     figure = Figure(layout="constrained")
     content = BytesIO()
     with rc_context({"axes.labelsize": 9, "legend.fontsize": 8}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of characters that the font lacks
+        warnings.simplefilter("ignore")  # characters that the font lacks
         draw(figure)
         figure.savefig(content, format="png", dpi=120)
     return content.getvalue()
@@ -169,26 +170,26 @@ def _markdown(report: Report) -> Iterator[str]:
 
 
 def _table(value: Any) -> Iterator[str]:
-    """Yields a section in Markdown: a table of rows, by name or not, or single values followed by tables."""
+    """Yields a section in Markdown: a table of rows, which may have names, or single values followed by tables."""
     nested = (
-        {name: each for name, each in value.items() if isinstance(each, (dict, list))}
+        {name: item for name, item in value.items() if isinstance(item, (dict, list))}
         if isinstance(value, dict)
         else {}
     )
     if isinstance(value, dict) and len(nested) < len(value):
         yield ""
-        yield from (f"- {name}: {_cell(each)}" for name, each in value.items() if name not in nested)
-        for each in nested.values():
-            yield from _table(each)
+        yield from (f"- {name}: {_cell(item)}" for name, item in value.items() if name not in nested)
+        for item in nested.values():
+            yield from _table(item)
         return
-    rows = [{"": name} | each for name, each in value.items()] if isinstance(value, dict) else value
+    rows = [{"": name} | item for name, item in value.items()] if isinstance(value, dict) else value
     if not rows:
         return
     names = [name for name in dict.fromkeys(itertools.chain.from_iterable(rows)) if name != "columns"]
     yield f"\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
     yield from (f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
-        yield f"\n{len(rows) - _MAX_ROWS:,} more are in report.json."
+        yield f"\n{len(rows) - _MAX_ROWS:,} more rows are in report.json."
 
 
 def _cell(value: Any) -> str:
@@ -197,7 +198,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, list):
-        value = "; ".join(f"{each['label']}: {each['text']}" if isinstance(each, dict) else str(each) for each in value)
+        value = "; ".join(f"{item['label']}: {item['text']}" if isinstance(item, dict) else str(item) for item in value)
     text = printable(" ".join(("" if value is None else str(value)).split()))
     text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -1,4 +1,4 @@
-"""Sections of a report with their pictures, and those of tasks with classes. `report` puts them together.
+"""Sections of a report with their pictures, and the sections for tasks with classes. `report` combines them.
 
 Shapes: n examples, C classes.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_WORST = 50
-"""Errors that a report lists."""
+"""Number of errors that a report lists."""
 NUM_BINS = 15
-"""Bins of equal width for the calibration error (Guo et al., 2017)."""
-# Classes that are named in a confusion matrix; where there are more, a second matrix names those with most errors.
+"""Number of bins of equal width for the calibration error (Guo et al., 2017)."""
+# Maximum number of named classes in a confusion matrix; with more, a second matrix names the classes with most errors.
 MAX_NAMED = 40
 _NAME_CHARACTERS = 20
 
@@ -38,11 +38,11 @@ class Section:
 
     Args:
         name: Its key in report.json, and the name of its picture.
-        rows: Its content, JSON.
-        title: Its title in report.md; without one, it continues the section before.
-        text: An explanation there.
+        rows: Its content as JSON.
+        title: Its title in report.md; without a title, it continues the previous section.
+        text: An explanation in report.md.
         draw: Draws its picture on an empty figure.
-        shown: The content of report.md, if its order is another.
+        shown: The content in report.md, if it differs.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Section:
 
 
 def errors_section(rows: Iterable[Row]) -> Section:
-    return Section("errors", list(rows), "Worst errors", "The surest, or the largest, first.")
+    return Section("errors", list(rows), "Worst errors", "The most confident, or the largest, first.")
 
 
 def of_classes(labels: Sequence[str], split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
-    """Yields scores by class, confusions, calibration of the predicted class, and the surest errors."""
+    """Yields scores by class, confusions, calibration of the predicted class, and the most confident errors."""
     ids = {label: number for number, label in enumerate(labels)}
     gold = np.asarray(split.targets)
     predicted = np.array([ids[answer["label"]] for answer in answers], np.int64)
@@ -75,10 +75,10 @@ def of_classes(labels: Sequence[str], split: Split, answers: Sequence[Prediction
 
 
 def of_labels(labels: Sequence[str], split: Split, answers: Sequence[Prediction]) -> Iterator[Section]:
-    """Yields scores by label, confusions, calibration of all labels' probabilities, and the surest errors."""
+    """Yields scores by label, confusions, calibration of all labels' probabilities, and the most confident errors."""
     gold_nC = np.asarray(split.targets) > 0
     chosen = [set(answer["labels"]) for answer in answers]
-    predicted_nC = np.array([[label in own for label in labels] for own in chosen])
+    predicted_nC = np.array([[label in names for label in labels] for names in chosen])
     score_nC = np.array([[answer["scores"][label] for label in labels] for answer in answers])
     confidence_nC = np.where(predicted_nC, score_nC, 1 - score_nC)
     rows, columns = np.nonzero(gold_nC != predicted_nC)
@@ -93,7 +93,7 @@ def of_labels(labels: Sequence[str], split: Split, answers: Sequence[Prediction]
 
 
 def first_rows(rows: NDArray[Any], *keys: NDArray[Any]) -> list[int]:
-    """Returns the first rows to list, in the order of the keys, the first of which decides."""
+    """Returns the first `NUM_WORST` rows, sorted by the first key, then by the next ones."""
     order = np.lexsort((rows, *reversed(keys)))
     return [int(row) for row in rows[order][:NUM_WORST]]
 
@@ -110,7 +110,7 @@ def columns(split: Split, row: int) -> Row:
 def class_sections(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray[Any]) -> Iterator[Section]:
     """Yields scores by class, their averages, and confusions.
 
-    `gold` and `predicted` are class ids, int64 [n], or for labels whether an example has them, bool [n, C].
+    `gold` and `predicted` are class ids, int64 [n], or the presence of labels, bool [n, C].
     """
     from sklearn.metrics import multilabel_confusion_matrix, precision_recall_fscore_support
 
@@ -127,14 +127,14 @@ def class_sections(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray
         | {"support": int(support_C[c]), "predicted": int(predicted_C[c]), "correct": int(correct_C[c])}
         for c, label in enumerate(labels)
     }
-    text = "The lowest F1 first, of equal ones the most frequent class."
+    text = "The lowest F1 first; at equal F1 the most frequent class."
     by_f1 = dict(sorted(by_class.items(), key=lambda row: (row[1]["f1"], -row[1]["support"])))
     yield Section("classes", by_class, "Classes", text, shown=by_f1)
 
-    weights = {"macro": support_C + predicted_C > 0, "weighted": support_C}  # as scikit-learn without `labels`
+    weights = {"macro": support_C + predicted_C > 0, "weighted": support_C}  # as in scikit-learn without `labels`
     averages = {
-        name: dict(zip(names, (scores_3C @ each / max(1, each.sum())).tolist(), strict=True))
-        for name, each in weights.items()
+        name: dict(zip(names, (scores_3C @ weight / max(1, weight.sum())).tolist(), strict=True))
+        for name, weight in weights.items()
     }
     text = "Averages over the classes that are annotated or predicted, and weighted by support:"
     yield Section("averages", averages, text=text)
@@ -142,9 +142,9 @@ def class_sections(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray
 
 
 def confusion_section(labels: Sequence[str], gold: NDArray[Any], predicted: NDArray[Any]) -> Section:
-    """Returns how often each class was taken for each other one; the arguments are those of `class_sections`.
+    """Returns the counts of examples by gold and predicted class; the arguments are the same as in `class_sections`.
 
-    Label A is confused with B in an example that has A and not B if B is predicted and A is not.
+    Label A counts as confused with B in an example with A and without B if B is predicted and A is not.
     """
     from sklearn.metrics import confusion_matrix
 
@@ -164,23 +164,23 @@ def confusion_section(labels: Sequence[str], gold: NDArray[Any], predicted: NDAr
         for a, b in zip(classes[order], taken_for[order], strict=True)
     ]
     draw = partial(draw_confusion, labels=labels, counts_CC=counts_CC, support_C=support_C)
-    text = "The most frequent first. The picture shows shares of each gold class."
+    text = "The most frequent first. The picture shows fractions of each gold class."
     return Section("confusion", rows, "Confusion", text, draw if len(labels) > 1 else None)
 
 
 def _calibration(confidence: NDArray[Any], is_right: NDArray[Any]) -> Section:
-    """Returns the expected calibration error and its bins: (0, 1/15], (1/15, 2/15], ..., with 0 in the first."""
+    """Returns the expected calibration error and its bins: [0, 1/15], (1/15, 2/15], ..."""
     bins = np.clip(np.ceil(confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
     rows = [
-        {"from": number / NUM_BINS, "to": (number + 1) / NUM_BINS, "count": int(own.sum())}
-        | {"confidence": float(confidence[own].mean()), "accuracy": float(is_right[own].mean())}
+        {"from": number / NUM_BINS, "to": (number + 1) / NUM_BINS, "count": int(is_in_bin.sum())}
+        | {"confidence": float(confidence[is_in_bin].mean()), "accuracy": float(is_right[is_in_bin].mean())}
         for number in range(NUM_BINS)
-        if (own := bins == number).any()
+        if (is_in_bin := bins == number).any()
     ]
     error = sum(row["count"] * abs(row["confidence"] - row["accuracy"]) for row in rows) / len(confidence)
     text = (
-        "The expected calibration error is the mean distance between the predicted probability and the share that is "
-        f"right, over {NUM_BINS} bins of equal width, weighted by their counts (Guo et al., 2017)."
+        "The expected calibration error is the mean difference between the predicted probability and the fraction that "
+        f"is right, over {NUM_BINS} bins of equal width, weighted by their counts (Guo et al., 2017)."
     )
     content = {"expected_calibration_error": float(error), "bins": rows}
     return Section("calibration", content, "Calibration", text, partial(draw_calibration, rows=rows))
@@ -189,7 +189,7 @@ def _calibration(confidence: NDArray[Any], is_right: NDArray[Any]) -> Section:
 def draw_confusion(
     figure: Figure, labels: Sequence[str], counts_CC: NDArray[np.int64], support_C: NDArray[Any]
 ) -> None:
-    """Draws the share of each gold class that was taken for each class; rows are gold classes."""
+    """Draws the fraction of each gold class that was predicted as each class; rows are gold classes."""
     num_errors = counts_CC.sum(0) + counts_CC.sum(1) - 2 * counts_CC.diagonal()
     is_large = len(labels) > MAX_NAMED
     size = 9 if is_large else max(4.5, 2.5 + 0.22 * len(labels))
@@ -218,7 +218,7 @@ def _matrix(
 
     counts = counts_CC[np.ix_(chosen, chosen)]
     shares = counts / np.maximum(support_C[chosen, None], 1)
-    # Rare confusions show too: the square root of the share is the color.
+    # The square root of the fraction is the color, so that rare confusions are visible.
     axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
     if has_names:
         names = [labels[c][:_NAME_CHARACTERS] + ("…" if len(labels[c]) > _NAME_CHARACTERS else "") for c in chosen]
@@ -232,17 +232,17 @@ def _matrix(
 
 
 def draw_calibration(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws a reliability diagram over the number of predictions in each bin."""
+    """Draws a reliability diagram, and below it the number of predictions per bin."""
     figure.set_size_inches(4.8, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     centers = [(row["from"] + row["to"]) / 2 for row in rows]
     width = 0.95 * (rows[0]["to"] - rows[0]["from"])
     upper.bar(centers, [row["accuracy"] for row in rows], width, color=BLUE, label="accuracy")
     upper.plot((0, 1), (0, 1), "--", color=GREY, label="perfect calibration")
-    upper.set(ylabel="share that is right")
+    upper.set(ylabel="fraction that is right")
     upper.legend()
     lower.bar(centers, [row["count"] for row in rows], width, color=GREY)
-    lower.set(xlabel="predicted probability", ylabel="count", xlim=(0, 1))  # they share the x axis
+    lower.set(xlabel="predicted probability", ylabel="count", xlim=(0, 1))  # for both axes
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
 
@@ -262,7 +262,7 @@ def draw_values(figure: Figure, gold: NDArray[np.float64], values: NDArray[np.fl
 
 
 def draw_groups(figure: Figure, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Draws exact match and F1 of groups of questions, named with their numbers."""
+    """Draws exact match and F1 of groups of questions, labeled with their sizes."""
     figure.set_size_inches(6.4, 4.0)
     axes = figure.subplots()
     places = np.arange(len(groups))

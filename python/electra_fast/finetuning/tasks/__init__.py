@@ -1,4 +1,4 @@
-"""The task types: one class per type, and the table that names them. `task_type` has the contract."""
+"""The task types: a class per type, and the table of their names. `task_type` defines the contract."""
 
 from __future__ import annotations
 

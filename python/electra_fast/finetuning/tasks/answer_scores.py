@@ -1,8 +1,8 @@
-"""ById of answers to questions by the rules of SQuAD 1.1 and 2.0, in scripts without spaces by those of CMRC 2018.
+"""Scores of answers to questions as defined by SQuAD 1.1 and 2.0, and by CMRC 2018 for scripts without spaces.
 
-They equal those of the official evaluation scripts, as fractions instead of percentages. SQuAD compares words. In
-contexts written without spaces, CMRC and DRCD take each character of such a script for a word, and the longest common
-run for the words in common.
+The scores equal the official evaluation scripts' scores, as fractions instead of percentages. SQuAD compares words. For
+contexts written without spaces, the rules of CMRC and DRCD count each character of such a script as a word, and the
+longest common run as the words in common.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ById = dict[str, float]
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _PUNCTUATION = {*string.punctuation, "～"}
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
-# Lengths of answers that are scored together, by the longest of them.
+# Names of groups of answer lengths by their maximum.
 _LENGTHS = {1: "1", 2: "2", 4: "3-4", 9: "5-9", math.inf: "10 or more"}
-# First words of questions that are scored by themselves.
+# Number of first words of questions with separate scores.
 _NUM_FIRST_WORDS = 12
 _UNIT = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
@@ -40,16 +40,16 @@ def squad_scores(
     null_odds: Mapping[str, float] | None = None,
     null_threshold: float | None = None,
 ) -> dict[str, float]:
-    """Returns the scores of a split by name, as fractions of its questions.
+    """Returns the scores of a split by name, averaged over its questions.
 
-    Without `null_odds`, these are `exact_match` and `f1` by the rules of SQuAD 1.1. With them, the rules are those of
-    2.0: a prediction counts as empty if the odds exceed a threshold. It is `null_threshold`, or by default the best one
-    of each score, as the official script reports; then `exact_match_threshold` and `null_threshold`, that of F1, are
-    among the scores. At the threshold (of F1), `has_answer_exact_match` and `has_answer_f1` are of the answerable
-    questions and `no_answer_accuracy` of the others, if there are any.
+    Without `null_odds`, these are `exact_match` and `f1` as defined by SQuAD 1.1. With `null_odds`, they are defined by
+    SQuAD 2.0: a prediction counts as empty if its odds exceed a threshold. The threshold is `null_threshold`, or by
+    default the best one for each score, as in the official script; then the scores include `exact_match_threshold` and
+    `null_threshold` (for F1). At the threshold (for F1), `has_answer_exact_match` and `has_answer_f1` average over the
+    answerable questions and `no_answer_accuracy` over the others, if any.
 
-    `predictions` are the best answers by id, regardless of their odds. The odds are higher the less answerable a
-    question seems; ties are in the mapping's order. Raises InputError for a question without a prediction or odds.
+    `predictions` are the best answers by id, regardless of their odds. Higher odds mean that a question seems less
+    answerable; ties are in the mapping's order. Raises InputError for a question without a prediction or odds.
     """
     ids = split.ids
     answers = dict(zip(split.ids, split.gold, strict=True))
@@ -62,19 +62,19 @@ def squad_scores(
     if null_threshold is None:
         exact, exact_threshold = _best_threshold(raw["exact_match"], answers, predictions, null_odds)
         f1, null_threshold = _best_threshold(raw["f1"], answers, predictions, null_odds)
-        found = {"exact_match": exact, "f1": f1}
-        found |= {"exact_match_threshold": exact_threshold, "null_threshold": null_threshold}
+        scores = {"exact_match": exact, "f1": f1}
+        scores |= {"exact_match_threshold": exact_threshold, "null_threshold": null_threshold}
     else:
-        found = {name: _mean_at(raw[name], answers, null_odds, null_threshold, ids) for name in raw}
+        scores = {name: _mean_at(raw[name], answers, null_odds, null_threshold, ids) for name in raw}
     answerable, others = ([id for id in ids if bool(answers[id]) == wanted] for wanted in (True, False))
-    for part, name, own in (
+    for part, name, part_ids in (
         ("has_answer_exact_match", "exact_match", answerable),
         ("has_answer_f1", "f1", answerable),
         ("no_answer_accuracy", "f1", others),
     ):
-        if own:
-            found[part] = _mean_at(raw[name], answers, null_odds, null_threshold, own)
-    return found
+        if part_ids:
+            scores[part] = _mean_at(raw[name], answers, null_odds, null_threshold, part_ids)
+    return scores
 
 
 def _mean_at(
@@ -95,20 +95,20 @@ def score_unit(split: Split) -> str:
 
 
 def units_of(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without punctuation; a character of a script without spaces is one."""
+    """Returns a text's words in lower case, without punctuation; in scripts without spaces, its characters."""
     is_kept = (letter not in _PUNCTUATION and unicodedata.category(letter)[0] != "P" for letter in text.lower())
     return _UNIT.findall("".join(itertools.compress(text.lower(), is_kept)))
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without ASCII punctuation and articles."""
+    """Returns a text's words in lower case, without ASCII punctuation and articles."""
     return _ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def f1(predicted: list[str], annotated: list[str], *, has_unanswerable: bool, by_characters: bool = False) -> float:
-    """Returns the harmonic mean of precision and recall of words, with repetitions, or of the longest common run.
+    """Returns the harmonic mean of precision and recall of the words in common or of the longest common run.
 
-    Two texts without words match by the rules of SQuAD 2.0 (`has_unanswerable`), but not by those of 1.1.
+    Repeated words count separately. Two texts without words match in SQuAD 2.0 (`has_unanswerable`), but not in 1.1.
     """
     if by_characters:
         num_shared = SequenceMatcher(None, predicted, annotated, autojunk=False).find_longest_match().size
@@ -121,23 +121,23 @@ def f1(predicted: list[str], annotated: list[str], *, has_unanswerable: bool, by
     return 2 * precision * recall / (precision + recall)
 
 
-def _check_complete(what: str, given: Collection[str], ids: Sequence[str]) -> None:
-    missing = [id for id in ids if id not in given]
+def _check_complete(kind: str, known: Collection[str], ids: Sequence[str]) -> None:
+    missing = [id for id in ids if id not in known]
     if missing:
-        raise InputError(f"no {what} for {len(missing):,} of {len(ids):,} questions, the first is {missing[0]!r}")
+        raise InputError(f"no {kind} for {len(missing):,} of {len(ids):,} questions (first: {missing[0]!r}); add them")
 
 
 def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable: bool) -> dict[str, ById]:
-    """Returns `exact_match` and `f1` by id, with the best matching annotation.
+    """Returns `exact_match` and `f1` by id, compared with the best matching annotation.
 
-    The rules are those of SQuAD 2.0 if it `has_unanswerable` questions, else of 1.1; `predictions` are texts by id.
+    The rules are SQuAD 2.0's with `has_unanswerable`, else SQuAD 1.1's; `predictions` are texts by id.
     """
     raw: dict[str, ById] = {"exact_match": {}, "f1": {}}
-    for id, own, (_, context) in zip(split.ids, split.gold, split.texts, strict=True):
+    for id, annotated, (_, context) in zip(split.ids, split.gold, split.texts, strict=True):
         by_characters = is_unspaced(context)
         units = units_of if by_characters else words_of
         predicted = units(predictions[id])
-        golds = [units(answer.text) for answer in own]
+        golds = [units(answer.text) for answer in annotated]
         golds = [gold for gold in golds if gold or not has_unanswerable] or [[]]
         rules = {"has_unanswerable": has_unanswerable, "by_characters": by_characters}
         raw["exact_match"][id] = float(predicted in golds)
@@ -148,17 +148,17 @@ def raw_scores(split: Split, predictions: Mapping[str, str], *, has_unanswerable
 def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
     """Yields scores by length of the first annotated answer and by first word of the question.
 
-    Lengths count words, or characters in contexts written without spaces. `raw` has the `raw_scores`.
+    Lengths count words, or characters in contexts written without spaces. `raw` are the `raw_scores`.
     """
     by_length = dict[str, list[str]]()
     by_word = dict[str, list[str]]()
     first_words = [(question.lower().split() or [""])[0] for question, _ in split.texts]
     common = {word for word, count in Counter(filter(None, first_words)).most_common(_NUM_FIRST_WORDS) if count > 1}
-    for id, own, (_, context), word in zip(split.ids, split.gold, split.texts, first_words, strict=True):
-        text = own[0].text if own else ""
+    for id, annotated, (_, context), word in zip(split.ids, split.gold, split.texts, first_words, strict=True):
+        text = annotated[0].text if annotated else ""
         size = sum(not letter.isspace() for letter in text) if is_unspaced(context) else len(text.split())
         length = next(name for longest, name in _LENGTHS.items() if size <= longest)
-        by_length.setdefault(length if own else "no answer", []).append(id)
+        by_length.setdefault(length if annotated else "no answer", []).append(id)
         by_word.setdefault(word if word in common else "other", []).append(id)
 
     def scored(groups: Mapping[str, list[str]], order: Iterable[str]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
         }
 
     lengths = scored(by_length, (*_LENGTHS.values(), "no answer"))
-    text = "In words, or in characters where the context is written without spaces."
+    text = "In words, or in characters if the context is written without spaces."
     draw = partial(draw_groups, groups=lengths)
     yield Section("answer_lengths", lengths, "By length of the annotated answer", text, draw)
     words = sorted(by_word, key=lambda word: (word == "other", -len(by_word[word]), word))
@@ -180,12 +180,12 @@ def group_sections(split: Split, raw: Mapping[str, ById]) -> Iterator[Section]:
 def _best_threshold(
     raw: ById, answers: Mapping[str, Sequence[Answer]], predictions: Mapping[str, str], null_odds: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Returns the best mean score, and the odds up to which questions are answered for it.
+    """Returns the best mean score, and the largest odds of the questions that are answered for it.
 
-    As in the official script, the score begins with every question unanswered and changes question by question, even
-    among equal odds; only a higher score replaces the threshold, which is 0 at first.
+    As in the official script, all questions are unanswered at first, then answered one by one, even among equal odds.
+    The threshold is 0 at first and changes only for a higher score.
     """
-    best = total = float(sum(not own for own in answers.values()))
+    best = total = float(sum(not annotated for annotated in answers.values()))
     threshold = 0.0
     for id in sorted(null_odds, key=null_odds.__getitem__):
         if id in raw:

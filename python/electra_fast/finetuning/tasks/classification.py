@@ -1,4 +1,4 @@
-"""Classification and multi-label classification of a text or a pair of texts, from its [CLS]; the base of regression.
+"""Classification and multi-label classification of a text or a pair of texts from its [CLS]; the base of regression.
 
 Shapes: n examples, C outputs of the head.
 """
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 
     from electra_fast.finetuning.model import TaskModel
 
-# An example by the number of texts that the model was trained on.
+# Descriptions of an example by the number of texts that the model was trained on.
 _READS = {None: "one text or two", 1: "one text", 2: "a pair of texts"}
 Array = NDArray[Any]
 
 
 def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
-    """Returns the form of a type that `transformers` has as sequence classification."""
+    """Returns the form of a task type that is sequence classification in `transformers`."""
     return HfForm(
         ending="SequenceClassification",
         head_names={
@@ -77,16 +77,16 @@ def sequence_form(problem_type: str, usage: str = PIPELINE_USAGE) -> HfForm:
         usage=usage,
         raw_usage=RAW_USAGE.format(index="[:, 0]"),
         converted_head_note=(
-            "## Head\n\nIt was trained as one layer on the hidden state of [CLS]. The class in `transformers` has "
-            "another layer and a gelu before that; since gelu(z) - gelu(-z) = z, two of its units carry each output, "
-            "and the logits are those of the trained head. To train further, fine-tune the encoder again rather than "
-            "this head."
+            "## Head\n\nThe head was trained as one layer on the hidden state of [CLS]. The class in `transformers` "
+            "has another layer and a gelu before it. Since gelu(z) - gelu(-z) = z, two units of that layer represent "
+            "each output, and the logits equal the trained head's. To train further, fine-tune the encoder again "
+            "instead of this head."
         ),
     )
 
 
 class SequenceType(TeachableType):
-    """Base of the three types. Outputs are logits or values, float32 [n, C]."""
+    """Base class of classification, multi-label classification and regression. Outputs: float32 [n, C]."""
 
     onnx_outputs = {"logits": 2}
     usual_columns = own_data.TEXT_COLUMNS
@@ -102,50 +102,50 @@ class SequenceType(TeachableType):
 
     @abstractmethod
     def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
-        """Returns all scores of labeled examples; an undefined correlation, with constant predictions, counts as 0.
+        """Returns all scores of labeled examples; an undefined correlation (constant predictions) counts as 0.
 
-        Outputs are logits [n, C], or values [n] in the units of the data. Raises Diverged if one is not finite.
+        Outputs are logits [n, C], or values [n] in the data's units. Raises Diverged if an output is not finite.
         """
 
     @abstractmethod
     def majority_outputs(self, task: Task, targets: Array, count: int) -> NDArray[np.float64]:
-        """Returns outputs as for `metrics` that always give the most frequent class of `targets`, or the mean value."""
+        """Returns outputs for `metrics` that always predict the most frequent class of `targets` or the mean value."""
 
     @abstractmethod
     def _outputs_of_answers(self, task: Task, answers: Answers) -> NDArray[np.float64]:
-        """Returns outputs as for `metrics` that give these answers."""
+        """Returns outputs for `metrics` that produce these answers."""
 
     @abstractmethod
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
-        """Yields a prediction per row of outputs, [n, C]."""
+        """Yields a prediction for each row of outputs [n, C]."""
 
     @abstractmethod
     def _predicted(self, task: Task) -> str:
-        """Returns what the model predicts, for the model card."""
+        """Returns a phrase for the model card: the model's predictions."""
 
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
-        """Returns the weights of the classes, float64 [C], or None if all are 1, and a note or ""."""
+        """Returns the class weights, float64 [C], or None if all are 1, and a note or the empty string."""
         return None, ""
 
     def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
-        """Returns what the loss compares with the outputs, and each example's weight, float64 [n]."""
+        """Returns the targets of the loss, and the weight of each example, float64 [n]."""
         return targets, np.ones(len(targets))
 
     def _in_units(self, task: Task, outputs: Array) -> Array:
-        """Returns the outputs as for `metrics`."""
+        """Returns outputs for `metrics`."""
         return outputs
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
         return Features(encode(tokenizer, split.texts, config.sequence_length))
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
-        """Tokenizes all examples, with `finetune.both_orders` each pair in both orders."""
+        """Tokenizes all examples; with `finetune.both_orders`, each pair in both orders."""
         split = _in_both_orders(split) if config.both_orders else split
         texts = split.texts
         targets = split.gold
         encoded = encode(tokenizer, texts, config.sequence_length)
         if len(encoded.empty) == len(encoded):
-            raise InputError(f"{split.path}: no example has a token of text; check the columns and the tokenizer")
+            raise InputError(f"{split.path}: no text has a token; check the columns and the tokenizer")
         by_class, note = self._weighted(task, targets, config)
         targets, weights = self._loss_targets(task, targets, by_class)
         return TrainingSet(encoded, targets, weights, class_weights=by_class, notes=(note,) if note else ())
@@ -166,10 +166,10 @@ class SequenceType(TeachableType):
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         encoded = training_set.encoded
         if len(encoded) > len(split.texts):
-            yield "each training example in both orders"
+            yield "each training example is read in both orders"
         if encoded.num_truncated:
             yield (
-                f"cut at finetune.sequence_length = {config.sequence_length} tokens: "
+                f"truncated to finetune.sequence_length = {config.sequence_length} tokens: "
                 f"{encoded.num_truncated:,} of {len(encoded):,} training examples"
             )
 
@@ -197,14 +197,14 @@ class SequenceType(TeachableType):
         return fit_temperature(logits, targets)
 
     def write_predictions(self, stem: Path, task: Task, split: Split, outputs: Any, answers: Answers) -> None:
-        """Writes STEM.jsonl, and for GLUE's tasks STEM.tsv as its server takes it."""
+        """Writes STEM.jsonl, and for GLUE tasks STEM.tsv in the format of the GLUE server."""
         super().write_predictions(stem, task, split, outputs, answers)
         if task.name in glue.TASKS:
             values = finite(self._in_units(task, outputs))
             glue.write_submission(stem.with_name(f"{stem.name}.tsv"), task, split, values)
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Takes texts, or pairs of texts."""
+        """Makes a split of texts or pairs of texts."""
         return named_split([_checked(number, example, num_texts) for number, example in enumerate(examples)])
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> tuple[str, ...]:
@@ -213,20 +213,20 @@ class SequenceType(TeachableType):
     def answers(
         self, task: Task, split: Split, features: Features, outputs: Any, settings: Settings
     ) -> Iterator[Prediction]:
-        """Yields labels with probabilities, or values; the setting `top_k` keeps so many probabilities, best first."""
+        """Yields labels with probabilities, or values; the setting `top_k` keeps the k highest probabilities."""
         if settings.get("top_k", 1) < 1:
-            raise InputError(f"top_k is {settings['top_k']}; it must be at least 1")
+            raise InputError(f"top_k = {settings['top_k']}: must be at least 1")
         rows = self._in_units(task, outputs).reshape(len(split.texts), -1)
         return self._row_answers(task, rows.astype(np.float64), settings)
 
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
-        """Expresses a raw head, one layer on [CLS], as `transformers`' class; InputError if that is not wide enough.
+        """Converts a raw head, one layer on [CLS], to the head of the `transformers` class.
 
-        The heads of Electra and DebertaV2 are out(gelu(dense(x))), and gelu(z) - gelu(-z) = z: two units of `dense`
-        carry each output.
-        ModernBERT's head has a norm after the activation and cannot express it.
+        The heads of Electra and DebertaV2 are out(gelu(dense(x))). Since gelu(z) - gelu(-z) = z, two units of `dense`
+        represent each output. ModernBERT's head has a norm after the activation and cannot represent a raw head. Raises
+        InputError if the head of `transformers` is too narrow.
         """
         if architecture == "modernbert" or head != "published":
             return head, state
@@ -237,8 +237,8 @@ class SequenceType(TeachableType):
         num_outputs = len(bias_C)
         if 2 * num_outputs > width:
             raise InputError(
-                f"a raw head of {num_outputs} labels does not fit into the head of `transformers`, of width {width}; "
-                'use finetune.head = "transformers"'
+                f"a raw head of {num_outputs} labels needs a width of {2 * num_outputs}, but the head of "
+                f'`transformers` has {width}; set finetune.head = "transformers"'
             )
         both = torch.cat((torch.eye(num_outputs), -torch.eye(num_outputs)))
         unused = width - 2 * num_outputs
@@ -287,8 +287,8 @@ class Classification(SequenceType):
         return dict(zip(task.labels, map(int, sizes), strict=True))
 
     def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
-        """Returns accuracy, and the metrics that GLUE reports for the task, or all of them for own data."""
-        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef  # takes long, and predictions need none
+        """Returns accuracy and the metrics that GLUE reports for the task; all metrics for a user's data."""
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef  # slow to import
 
         classes = finite(outputs).argmax(1)
         result = {"accuracy": float(accuracy_score(targets, classes))}
@@ -327,16 +327,16 @@ class Classification(SequenceType):
 
 
 class MultiLabel(SequenceType):
-    """Any number of labels per example; targets are 0 and 1, float32 [n, C]. Own data of classification may be this."""
+    """Any number of labels per example; targets are 0 and 1, float32 [n, C]."""
 
     hf = sequence_form(
         "multi_label_classification",
-        f"{PIPELINE_USAGE}\n\nA label is chosen above its threshold in config.json, which a pipeline ignores.",
+        f"{PIPELINE_USAGE}\n\nA label is predicted above its threshold in config.json, which a pipeline ignores.",
     )
     prediction_settings = ("top_k", "threshold")
 
     def losses(self, outputs_nC: Tensor, targets: Tensor) -> Tensor:
-        """Returns the binary cross-entropy, averaged over the labels; a target above 0 is the weight of a label."""
+        """Returns the binary cross-entropy, averaged over labels; a target above 0 is the weight of its label."""
         import torch.nn.functional as F
 
         has_label = targets > 0
@@ -351,13 +351,11 @@ class MultiLabel(SequenceType):
     def _weighted(self, task: Task, targets: Array, config: FinetuneSection) -> tuple[Array | None, str]:
         counts = targets.sum(0).astype(np.int64)
         text = config.class_weights
-        text = "none" if text == "auto" else text  # the thresholds of labels make up for rare ones
+        text = "none" if text == "auto" else text  # label thresholds compensate for rare labels
         balanced = np.maximum(len(targets) - counts, 1) / np.maximum(counts, 1)
         weights, note = class_weights(text, task.labels, np.nonzero(targets)[1], balanced=balanced)
         if weights is not None and not (weights > 0).all():
-            raise InputError(
-                f"finetune.class_weights = {text!r}: with several labels per text, weights must be above 0"
-            )
+            raise InputError(f"finetune.class_weights = {text!r}: weights of a multi-label task must be above 0")
         return weights, note
 
     def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
@@ -370,12 +368,12 @@ class MultiLabel(SequenceType):
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
         yield from super().describe(split, training_set, config)
         yield (
-            "each label's threshold is chosen on dev, so the scores on dev itself are a little too high; the scores "
-            "at_half have thresholds of 0.5"
+            "each label's threshold is chosen on the validation set, so its scores there are a little too high; "
+            "scores named _at_half use thresholds of 0.5"
         )
 
     def scores(self, task: Task, split: Split, features: Features, outputs: Any, earlier: Scores) -> dict[str, Any]:
-        """Returns the `metrics`, also with thresholds of 0.5, and for the first split the labels' `thresholds`."""
+        """Returns the `metrics`, also with thresholds of 0.5; for the first split also the label `thresholds`."""
         targets, logits = _labeled(split, outputs)
         at_half = self.metrics(task, targets, logits)
         chosen = dict[str, Any]()
@@ -396,12 +394,12 @@ class MultiLabel(SequenceType):
     def metrics(
         self, task: Task, targets: Array, outputs: ArrayLike, thresholds: NDArray[np.float64] | float = 0.5
     ) -> dict[str, float]:
-        """Returns F1 over all labels and averaged over labels, and the accuracy of whole sets of labels."""
+        """Returns F1 over all labels and averaged over labels, and the accuracy of complete sets of labels."""
         from sklearn.metrics import accuracy_score, f1_score
 
         truth = np.asarray(targets) > 0
         predicted = sigmoid(finite(outputs)) > thresholds
-        occurs = (truth | predicted).any(0)  # the labels that scikit-learn averages over where there is one per text
+        occurs = (truth | predicted).any(0)  # scikit-learn averages over these labels in a single-label task
         by_label = f1_score(truth, predicted, average=None, zero_division=0.0)[occurs]
         return {
             "f1_micro": float(f1_score(truth, predicted, average="micro", zero_division=0.0)),
@@ -434,14 +432,14 @@ class MultiLabel(SequenceType):
 
 def _in_both_orders(split: Split) -> Split:
     if len(split.texts[0]) != 2:
-        raise InputError(f"finetune.both_orders = true needs pairs of texts; {split.path} has single ones")
+        raise InputError(f"finetune.both_orders = true: needs pairs of texts, but {split.path} has single texts")
     texts = split.texts + [(second, first) for first, second in split.texts]
     targets = None if split.targets is None else np.concatenate((split.targets, split.targets))
     return dataclasses.replace(split, texts=texts, targets=targets, ids=2 * split.ids, columns=None)
 
 
 def _outputs_of(task: Task, chosen: Sequence[Sequence[str]]) -> NDArray[np.float64]:
-    """Returns logits of the labels chosen for each example."""
+    """Returns logits that choose the given labels of each example."""
     ids = {label: number for number, label in enumerate(task.labels)}
     outputs = np.full((len(chosen), len(task.labels)), -1.0)
     for row, labels in enumerate(chosen):
@@ -450,18 +448,18 @@ def _outputs_of(task: Task, chosen: Sequence[Sequence[str]]) -> NDArray[np.float
 
 
 def _by_label(task: Task, row: Array, settings: Settings) -> dict[str, float]:
-    """Returns the probabilities by label, in the order of the labels or, with `top_k`, the best ones first."""
+    """Returns the probabilities by label, in the order of the labels or, with `top_k`, highest first."""
     order = np.argsort(-row, kind="stable")[: settings["top_k"]] if "top_k" in settings else np.arange(len(row))
     return {task.labels[number]: rounded(row[number]) for number in order}
 
 
 def _thresholds(task: Task, settings: Settings) -> NDArray[np.float64]:
-    """Returns the probabilities above which labels are chosen, [C]: the user's, those of the model, or 0.5."""
-    given = settings.get("threshold")
-    if given is not None and not 0 <= given <= 1:
-        raise InputError(f"threshold is {given}; it is a probability, from 0 to 1")
-    own = settings.get("thresholds", {})
-    return np.array([own.get(label, 0.5) if given is None else given for label in task.labels])
+    """Returns the probabilities above which labels are predicted, [C]: the user's, the model's, or 0.5."""
+    chosen = settings.get("threshold")
+    if chosen is not None and not 0 <= chosen <= 1:
+        raise InputError(f"threshold = {chosen}: must be a probability from 0 to 1")
+    defaults = settings.get("thresholds", {})
+    return np.array([defaults.get(label, 0.5) if chosen is None else chosen for label in task.labels])
 
 
 def _labeled(split: Split, outputs: Array) -> tuple[Array, Array]:
@@ -473,11 +471,11 @@ def _labeled(split: Split, outputs: Array) -> tuple[Array, Array]:
 
 
 def correlation(function: Callable[..., float], targets: Array, values: Array) -> float:
-    """Returns a coefficient of two arrays, 0 where it is undefined."""
+    """Returns a correlation coefficient of two arrays, 0 if it is undefined."""
     if len(values) < 2 or np.ptp(targets) == 0 or np.ptp(values) == 0:
         return 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of values that are nearly constant
+        warnings.simplefilter("ignore")  # nearly constant values
         coefficient = float(function(targets, values))
     return coefficient if np.isfinite(coefficient) else 0.0
 
@@ -485,7 +483,7 @@ def correlation(function: Callable[..., float], targets: Array, values: Array) -
 def _checked(number: int, example: object, num_texts: int | None) -> tuple[str, ...]:
     texts = (example,) if isinstance(example, str) else example
     if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
-        raise InputError(f"example {number} is {example!r}; it must be a text or a pair of texts")
+        raise InputError(f"example {number} = {example!r}: must be a text or a pair of texts")
     if len(texts) not in ((1, 2) if num_texts is None else (num_texts,)):
-        raise InputError(f"example {number} has {len(texts)} texts, but this model reads {_READS[num_texts]}")
+        raise InputError(f"example {number}: expected {_READS[num_texts]} for this model, got {len(texts)} texts")
     return tuple(texts)

@@ -1,4 +1,4 @@
-"""Networks of classification, regression and tagging: a linear layer or more on [CLS] or on all tokens."""
+"""Networks of classification, regression and tagging: one or more layers on [CLS] or on all tokens."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from electra_fast.finetuning.tasks.classes import NO_TARGET
 from electra_fast.model.compute import ComputeConfig
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""From the outputs [n, C] and the targets to the loss of each example, fp32 [n]."""
+"""Computes the loss of each example, fp32 [n], from the outputs [n, C] and the targets."""
 
 
 def softmax_divergence(outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
-    """Returns T^2 KL(teacher || student) of the classes' probabilities at temperature T; fp32 [n].
+    """Returns T^2 KL(teacher || student) of the class probabilities at temperature T; fp32 [n].
 
-    As in Hinton et al., 2015: by its factor, gradients have about the same size at every temperature.
+    The factor T^2 keeps the size of gradients about the same at every temperature (Hinton et al., 2015).
     """
-    student, teacher = ((each / temperature).log_softmax(1) for each in (outputs_nC, answers_nC))
+    student, teacher = ((outputs / temperature).log_softmax(1) for outputs in (outputs_nC, answers_nC))
     return temperature**2 * F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
 
 
 def sigmoid_divergence(outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
     """Returns `softmax_divergence` of each label and its absence, averaged over the labels; fp32 [n]."""
     student, teacher = (
-        torch.stack((each, torch.zeros_like(each)), -1).flatten(0, 1) for each in (outputs_nC, answers_nC)
+        torch.stack((outputs, torch.zeros_like(outputs)), -1).flatten(0, 1) for outputs in (outputs_nC, answers_nC)
     )
     return softmax_divergence(student, teacher, temperature).view_as(outputs_nC).mean(1)
 
 
 class SequenceClassifier(TeachableModel):
-    """Classes or a value for each example, from its [CLS]."""
+    """A network that outputs classes or a value for each example from its [CLS]."""
 
     only_first = True
 
@@ -63,7 +63,7 @@ class SequenceClassifier(TeachableModel):
 
 
 class TokenClassifier(TeachableModel):
-    """A class for each token."""
+    """A network that outputs a class for each token."""
 
     def __init__(
         self, shape: ModelConfig, head: str, num_outputs: int, divergences: Losses, head_dropout: float = 0.0
@@ -72,13 +72,13 @@ class TokenClassifier(TeachableModel):
         self._divergences = divergences
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        """Returns cross-entropies; `targets` are class ids, int64 [R, L], `NO_TARGET` where there is none; [R, L]."""
+        """Returns cross-entropies [R, L]; `targets` are class ids, int64 [R, L], or `NO_TARGET`."""
         return _token_losses(self.outputs(inputs, compute, key), targets)
 
     def taught_losses(
         self, inputs: Inputs, targets: Tensor, answers: Tensor, compute: ComputeConfig, key: Tensor | None = None
     ) -> Tensor:
-        """Returns both, [2, R, L]; `answers` are [R, L, C]."""
+        """Returns cross-entropies and divergences, [2, R, L]; `answers` are [R, L, C]."""
         outputs_TC = self.outputs(inputs, compute, key)
         divergence_T = self._divergences(outputs_TC, answers.flatten(0, 1))
         return torch.stack((_token_losses(outputs_TC, targets), divergence_T.view_as(targets)))

@@ -1,6 +1,6 @@
-"""Scores of tags: of entities, of words with a class each, and the sections of a report on them.
+"""Scores of entities and of words with a class each, and the sections of a report on them.
 
-An entity is its first word, the word after the last, and its type.
+An entity is a tuple of its first word, its end (exclusive) and its type.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from electra_fast.finetuning.task import Split, Task
 
 
 def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[NDArray[Any]]) -> dict[str, float]:
-    """Returns all scores of a tagging task by name, as seqeval's default mode (entities) and scikit-learn (labels) do.
+    """Returns all scores of a tagging task by name, as in seqeval's default mode (entities) or scikit-learn (labels).
 
-    Entities have `precision`, `recall` and `f1` over all of them, `accuracy` over words, and `f1_TYPE` for each type in
-    the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
+    For entities: `precision`, `recall` and `f1` over all entities, `accuracy` over words, and `f1_TYPE` for each type
+    in the targets; 0 / 0 counts as 0. With the scheme `none`: `accuracy` and `f1_macro`.
 
     `targets` and `predicted` are the tag ids of each sentence, [words].
     """
@@ -37,23 +37,23 @@ def tag_scores(task: Task, targets: Sequence[NDArray[Any]], predicted: Sequence[
     outputs = np.concatenate(predicted)
     accuracy = {"accuracy": float((truth == outputs).mean())}
     if task.scheme == "none":
-        from sklearn.metrics import f1_score  # takes long, and predictions need none
+        from sklearn.metrics import f1_score  # slow to import and not needed for predictions
 
         return accuracy | {"f1_macro": float(f1_score(truth, outputs, average="macro", zero_division=0.0))}
     gold = Counter[str]()
-    found = Counter[str]()
+    sizes = Counter[str]()
     correct = Counter[str]()
-    for own, others in zip(_entities(task, targets), _entities(task, predicted), strict=True):
-        for counter, entities in ((gold, own), (found, others), (correct, {*own} & {*others})):
+    for annotated, output in zip(_entities(task, targets), _entities(task, predicted), strict=True):
+        for counter, entities in ((gold, annotated), (sizes, output), (correct, {*annotated} & {*output})):
             counter.update(type_ for _, _, type_ in entities)
-    scores = precision_recall_f1(correct.total(), found.total(), gold.total()) | accuracy
+    scores = precision_recall_f1(correct.total(), sizes.total(), gold.total()) | accuracy
     return scores | {
-        f"f1_{type_}": precision_recall_f1(correct[type_], found[type_], gold[type_])["f1"] for type_ in sorted(gold)
+        f"f1_{type_}": precision_recall_f1(correct[type_], sizes[type_], gold[type_])["f1"] for type_ in sorted(gold)
     }
 
 
 def tagged_spans(tags: Sequence[str], scheme: str) -> list[Entity]:
-    """Returns the entities of a sentence; with the scheme `none` each word with its tag."""
+    """Returns the entities of a sentence or, with the scheme `none`, each word with its tag."""
     return entities_of(tags) if scheme != "none" else [(at, at + 1, tag) for at, tag in enumerate(tags)]
 
 
@@ -71,43 +71,45 @@ def precision_recall_f1(correct: float, predicted: int, support: int) -> dict[st
 
 
 def tag_sections(task: Task, split: Split, predicted: Sequence[NDArray[Any]]) -> Iterator[Section]:
-    """Yields scores by entity type or tag, partial matches, confusions of words' tags, and the worst sentences."""
+    """Yields scores by entity type or tag, partial matches, confusions of word tags, and the worst sentences."""
     words = (np.concatenate(split.gold), np.concatenate(predicted))
     is_plain = task.scheme == "none"
     gold = _entities(task, split.gold)
-    found = _entities(task, predicted)
+    predicted_entities = _entities(task, predicted)
     if is_plain:
         yield from class_sections(task.labels, *words)
     else:
-        yield from _entity_sections(gold, found)
+        yield from _entity_sections(gold, predicted_entities)
         yield confusion_section(task.labels, *words)
-    differing = [{*own} ^ {*other} for own, other in zip(gold, found, strict=True)]
+    differing = [{*annotated} ^ {*other} for annotated, other in zip(gold, predicted_entities, strict=True)]
     num_wrong = np.array(list(map(len, differing)))
     yield errors_section(
         example_row(split, row)
         | ({"wrong_words": len(differing[row]) // 2} if is_plain else {})
         | {"missed": _spans(split, row, differing[row] & {*gold[row]})}
-        | {"wrong": _spans(split, row, differing[row] & {*found[row]})}
+        | {"wrong": _spans(split, row, differing[row] & {*predicted_entities[row]})}
         for row in first_rows(np.flatnonzero(num_wrong), -num_wrong[num_wrong > 0])
     )
 
 
-def _entity_sections(gold: Sequence[Sequence[Entity]], found: Sequence[Sequence[Entity]]) -> Iterator[Section]:
-    """Yields scores by entity type, and matches as SemEval-2013 task 9 and nervaluate define them.
+def _entity_sections(gold: Sequence[Sequence[Entity]], output: Sequence[Sequence[Entity]]) -> Iterator[Section]:
+    """Yields scores by entity type, and matches as defined by SemEval-2013 task 9 and nervaluate.
 
-    An annotated entity has at most one partner among the predicted ones, and each of these at most one; those without
-    are missed and spurious. Outcomes by type are those of `strict`.
+    Annotated and predicted entities are matched one to one; entities without a partner are missed or spurious. Outcomes
+    by type use the pairs of `strict`.
     """
     pairs = {
-        scheme: [pair for own, others in zip(gold, found, strict=True) for pair in _partners(own, others, preference)]
+        scheme: [pair for sentence in zip(gold, output, strict=True) for pair in _partners(*sentence, preference)]
         for scheme, preference in _PREFERENCES.items()
     }
-    annotated = [(entity, own) for entity, own in pairs["strict"] if entity]
+    strict = pairs["strict"]
+    annotated = [(entity, partner) for entity, partner in strict if entity]
     support = Counter(entity[2] for entity, _ in annotated)
-    outcomes = Counter((entity[2], _outcome(entity, own)) for entity, own in annotated)
-    other_types = [(entity[2], own[2]) for entity, own in annotated if own and _outcome(entity, own) == "wrong_type"]
-    predicted = Counter(own[2] for _, own in pairs["strict"] if own)
-    spurious = Counter(own[2] for entity, own in pairs["strict"] if own and not entity)
+    outcomes = Counter((entity[2], _outcome(entity, partner)) for entity, partner in annotated)
+    matched = ((entity, partner) for entity, partner in annotated if partner)
+    other_types = [(entity[2], partner[2]) for entity, partner in matched if _outcome(entity, partner) == "wrong_type"]
+    predicted = Counter(partner[2] for _, partner in strict if partner)
+    spurious = Counter(partner[2] for entity, partner in strict if partner and not entity)
     names = ("correct", "wrong_span", "wrong_type", "wrong_both", "missed")
     rows = {
         type_: precision_recall_f1(outcomes[type_, "correct"], predicted[type_], support[type_])
@@ -117,63 +119,63 @@ def _entity_sections(gold: Sequence[Sequence[Entity]], found: Sequence[Sequence[
         for type_ in sorted(support | predicted)
     }
     text = (
-        "Precision, recall and F1 want the exact span and type. Of the annotated entities (support), some overlap a "
-        "predicted one of their type (wrong_span), are found with another type (wrong_type), overlap one of another "
-        "type (wrong_both), or none (missed). Predicted entities that overlap no annotated one are spurious."
+        "Precision, recall and F1 require the exact span and type. Other annotated entities (support) overlap an "
+        "entity predicted with their type (wrong_span), have its span but not its type (wrong_type), overlap one with "
+        "another type (wrong_both), or none (missed). Predicted entities that overlap no annotated one are spurious."
     )
     yield Section("entity_types", rows, "Entity types", text)
-    matches = {scheme: _matching(Counter(_match(scheme, *pair) for pair in own)) for scheme, own in pairs.items()}
+    matches = {scheme: _matching(Counter(_match(scheme, *pair) for pair in pairs[scheme])) for scheme in pairs}
     text = (
-        "As SemEval-2013 task 9 and nervaluate define them: strict wants span and type, exact the span, type an "
+        "As defined by SemEval-2013 task 9 and nervaluate: strict requires span and type, exact the span, type an "
         "overlap and the type, partial an overlap, which counts half unless the spans are equal."
     )
     yield Section("matching", matches, "Partial matches", text)
     counted = [{"gold": a, "predicted": b, "count": count} for (a, b), count in Counter(other_types).most_common()]
-    yield Section("type_confusion", counted, text="Entities that were found with another type:")
+    yield Section("type_confusion", counted, text="Entities predicted with another type:")
 
 
-# Which of the annotated entities that a predicted one overlaps is its partner: the lowest, of equal ones the first.
+# Keys for the partner of a predicted entity among overlapping annotated entities: the minimum, at a tie the first.
 _PREFERENCES: dict[str, Callable[[Entity, Entity], tuple[float, ...]]] = {
-    "strict": lambda gold, own: (gold != own,),
-    "exact": lambda gold, own: (gold[:2] != own[:2],),
-    "partial": lambda gold, own: (gold[:2] != own[:2],),
-    "type": lambda gold, own: (1,) if gold[2] != own[2] else (0, abs(gold[0] - own[0]) + abs(gold[1] - own[1])),
+    "strict": lambda a, b: (a != b,),
+    "exact": lambda a, b: (a[:2] != b[:2],),
+    "partial": lambda a, b: (a[:2] != b[:2],),
+    "type": lambda a, b: (1,) if a[2] != b[2] else (0, abs(a[0] - b[0]) + abs(a[1] - b[1])),
 }
 
 
 def _partners(
-    gold: Sequence[Entity], found: Sequence[Entity], preference: Callable[[Entity, Entity], tuple[float, ...]]
+    gold: Sequence[Entity], predicted: Sequence[Entity], preference: Callable[[Entity, Entity], tuple[float, ...]]
 ) -> list[tuple[Entity | None, Entity | None]]:
-    """Returns the annotated and the predicted entities in pairs, None for no partner."""
+    """Returns pairs of an annotated and a predicted entity; None in place of a missing partner."""
     left = list(gold)
     pairs = list[tuple[Entity | None, Entity | None]]()
-    for own in found:
-        overlapping = [each for each in left if each[0] < own[1] and own[0] < each[1]]
-        partner = min(overlapping, key=lambda each: preference(each, own), default=None)
+    for candidate in predicted:
+        overlapping = [entity for entity in left if entity[0] < candidate[1] and candidate[0] < entity[1]]
+        partner = min(overlapping, key=lambda entity: preference(entity, candidate), default=None)
         if partner is not None:
             left.remove(partner)
-        pairs.append((partner, own))
+        pairs.append((partner, candidate))
     return pairs + [(entity, None) for entity in left]
 
 
-def _match(scheme: str, gold: Entity | None, own: Entity | None) -> str:
-    """Returns how a scheme counts a pair."""
-    if gold is None or own is None:
+def _match(scheme: str, gold: Entity | None, predicted: Entity | None) -> str:
+    """Returns the category of a pair in a matching scheme."""
+    if gold is None or predicted is None:
         return "spurious" if gold is None else "missed"
-    is_span = gold[:2] == own[:2]
-    is_type = gold[2] == own[2]
+    is_span = gold[:2] == predicted[:2]
+    is_type = gold[2] == predicted[2]
     if scheme == "partial":
         return "correct" if is_span else "partial"
     is_right = {"strict": is_span and is_type, "exact": is_span, "type": is_type}[scheme]
     return "correct" if is_right else "incorrect"
 
 
-def _outcome(gold: Entity, own: Entity | None) -> str:
-    """Returns what became of an annotated entity, given its partner."""
-    if own is None:
+def _outcome(gold: Entity, predicted: Entity | None) -> str:
+    """Returns the outcome of an annotated entity, given its partner."""
+    if predicted is None:
         return "missed"
-    is_span = gold[:2] == own[:2]
-    is_type = gold[2] == own[2]
+    is_span = gold[:2] == predicted[:2]
+    is_type = gold[2] == predicted[2]
     return ("correct" if is_type else "wrong_type") if is_span else ("wrong_span" if is_type else "wrong_both")
 
 

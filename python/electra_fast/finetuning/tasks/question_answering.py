@@ -1,4 +1,4 @@
-"""Question answering: the span of a context that answers a question, as SQuAD asks for it."""
+"""Extractive question answering as in SQuAD: predicts the span of a context that answers a question."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from electra_fast.finetuning.tasks.task_type import MODERN_HEAD, HfForm, Outputs
 if TYPE_CHECKING:
     from electra_fast.finetuning.model import TaskModel
 
-# Characters of context before and after an answer in a report.
+# Number of characters of the context that a report shows before and after an answer.
 _CONTEXT_CHARACTERS = 100
 _READER = {"head.classifier.weight": "qa_outputs.weight", "head.classifier.bias": "qa_outputs.bias"}
-# Parameters of the published code's head, which have our own names in a folder.
+# Parameters of the published code's head, which keep our names in a model folder.
 _JOINT_HEAD = {
     f"head.{layer}.{part}": f"head.{layer}.{part}"
     for layer in ("start", "end_dense", "end", "answerable_dense", "answerable")
@@ -51,7 +51,7 @@ SETTINGS = ("doc_stride", "max_query_length", "max_answer_length", "n_best_size"
 
 @dataclass(frozen=True)
 class Reading:
-    """A model's findings for a question: the best answers, best first, and the odds that there is none."""
+    """A model's output for a question: the best answers, best first, and the odds that it has no answer."""
 
     answers: list[FoundAnswer]
     null_odds: float
@@ -76,7 +76,7 @@ class QuestionAnswering(TaskType):
             ("modernbert", "published"): _JOINT_HEAD,
         },
         pipeline="question-answering",
-        usage="{command}, or `{class_name}.from_pretrained`, whose logits are those of an answer's start and end.",
+        usage="{command}, or `{class_name}.from_pretrained`, which outputs logits of an answer's start and end.",
         raw_usage=". The head is the published code's: the end of an answer depends on its start, and a classifier "
         "detects unanswerable questions.",
     )
@@ -101,7 +101,7 @@ class QuestionAnswering(TaskType):
             raise InputError(f"{split.path}: {error}") from None
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
-        """Returns all chunks, with the span of the first answer in those that contain it."""
+        """Returns all chunks; the targets of a chunk that contains the first answer are its span."""
         features = self.features(tokenizer, split, config)
         targets = training_targets(tokenizer, features, list(split.gold))
         notes = tuple(_answer_lengths(features, targets, config))
@@ -115,7 +115,7 @@ class QuestionAnswering(TaskType):
         )
         if training_set.encoded.num_truncated:
             yield (
-                f"cut at finetune.max_query_length = {config.max_query_length} tokens: "
+                f"truncated to finetune.max_query_length = {config.max_query_length} tokens: "
                 f"{training_set.encoded.num_truncated:,} training questions"
             )
 
@@ -129,7 +129,7 @@ class QuestionAnswering(TaskType):
     def of_onnx(
         self, outputs: Sequence[Ints], encoded: EncodedExamples, examples: Ints, config: FinetuneSection
     ) -> SpanScores:
-        """Returns the best spans of the heads of `transformers`, by the logits of starts and ends."""
+        """Returns the best spans, given the start and end logits of a head of `transformers`."""
         assert encoded.second_starts is not None
         start_nW, end_nW = outputs
         lengths_n = encoded.lengths[examples]
@@ -141,15 +141,15 @@ class QuestionAnswering(TaskType):
         if not (np.isfinite(scores.start_score).all() and np.isfinite(scores.end_score).all()):
             raise Diverged("the model's outputs are not finite: try a lower finetune.learning_rate")
         limits = {"n_best": config.n_best_size, "max_answer_length": config.max_answer_length}
-        found = search(features, scores, **limits)
-        if config.head == "published":  # whose classifier gives a logit
-            return [Reading(best, null) for best, null in found]
-        return [Reading(best, null - best[0].score) for best, null in found]
+        readings = search(features, scores, **limits)
+        if config.head == "published":  # its classifier outputs a logit
+            return [Reading(best, null) for best, null in readings]
+        return [Reading(best, null - best[0].score) for best, null in readings]
 
     def scores(
         self, task: Task, split: Split, features: QuestionFeatures, outputs: list[Reading], earlier: Scores
     ) -> dict[str, Any]:
-        """Returns the scores by the official rules, and `f1_unit`; the first split decides the odds threshold."""
+        """Returns the scores as officially defined, and `f1_unit`; the first split decides the odds threshold."""
         odds = _odds(split, outputs) if task.has_unanswerable else None
         scores = squad_scores(split, _texts(split, outputs), odds, earlier.get("null_threshold"))
         return scores | {"f1_unit": score_unit(split)}
@@ -160,7 +160,7 @@ class QuestionAnswering(TaskType):
         return dict.fromkeys(("exact_match", "f1"), float(np.mean([not answers for answers in split.gold])))
 
     def write_predictions(self, stem: Path, task: Task, split: Split, outputs: list[Reading], answers: Answers) -> None:
-        """Writes STEM.jsonl, and as the official scorer reads them the best texts and the odds of no answer."""
+        """Writes STEM.jsonl, and the best texts and the odds of no answer in the format of the official scorer."""
         super().write_predictions(stem, task, split, outputs, answers)
         tables: dict[str, dict[str, Any]] = {"json": _texts(split, outputs)}
         if task.has_unanswerable:
@@ -169,10 +169,10 @@ class QuestionAnswering(TaskType):
             replace_file(stem.with_name(f"{stem.name}.{ending}"), json.dumps(table, ensure_ascii=False) + "\n")
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Takes mappings with `question` and `context`, and optionally `id`, or pairs of both."""
-        found = [_checked(number, example) for number, example in enumerate(examples)]
-        ids = [str(each.get("id", number)) for number, each in enumerate(found)]
-        return named_split([(each["question"], each["context"]) for each in found], ids)
+        """Makes a split of mappings with `question`, `context` and optionally `id`, or of pairs (question, context)."""
+        questions = [_checked(number, example) for number, example in enumerate(examples)]
+        ids = [str(question.get("id", number)) for number, question in enumerate(questions)]
+        return named_split([(question["question"], question["context"]) for question in questions], ids)
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> Mapping[str, Any]:
         question, context = (text_of(path, line, row, name) for name in columns)
@@ -191,37 +191,37 @@ class QuestionAnswering(TaskType):
     def answers(
         self, task: Task, split: Split, features: QuestionFeatures, outputs: list[Reading], settings: Settings
     ) -> Iterator[Prediction]:
-        """Yields `answer` with its characters and probability, and `null_odds`; above their threshold it is empty.
+        """Yields `answer` with its place and probability, and `null_odds`; above their threshold the answer is empty.
 
-        The setting `n_best` lists as many answers, at most `n_best_size`.
+        With the setting `n_best`, also yields the n best answers, at most `n_best_size`.
         """
         threshold = settings.get("null_threshold")
         n_best = settings.get("n_best", 1)
         if n_best < 1:
-            raise InputError(f"n_best is {n_best}; it must be at least 1")
+            raise InputError(f"n_best = {n_best}: must be at least 1")
         for name, reading in zip(split.ids, outputs, strict=True):
-            best = [_answer(each) for each in reading.answers]
+            best = [_answer(found_answer) for found_answer in reading.answers]
             is_null = threshold is not None and reading.null_odds > threshold
             answer = {"answer": "", "start": None, "end": None, "score": best[0]["score"]} if is_null else best[0]
             more = {"n_best": best[:n_best]} if n_best > 1 else {}
             yield {"id": name} | answer | {"null_odds": rounded(reading.null_odds)} | more
 
     def golds(self, task: Task, split: Split) -> list[list[Prediction]]:
-        """Returns the annotated answers, with their first characters if they are in the context."""
+        """Returns the annotated answers, with their starts if they are in the context."""
         return [
-            [{"text": each.text, "start": each.start if each.start >= 0 else None} for each in own]
-            for own in split.gold
+            [{"text": answer.text, "start": answer.start if answer.start >= 0 else None} for answer in answers]
+            for answers in split.gold
         ]
 
     def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
         for id, (question, context), answers in zip(split.ids, split.texts, split.gold, strict=True):
-            texts = [each.text for each in answers]
-            starts = [each.start for each in answers]
-            found = {"text": texts} if min(starts, default=0) < 0 else {"text": texts, "answer_start": starts}
-            yield {"id": id, "question": question, "context": context, "answers": found}
+            texts = [answer.text for answer in answers]
+            starts = [answer.start for answer in answers]
+            fields = {"text": texts} if min(starts, default=0) < 0 else {"text": texts, "answer_start": starts}
+            yield {"id": id, "question": question, "context": context, "answers": fields}
 
     def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
-        """Returns exact match and F1 of answers as given, and those of questions with and without an answer."""
+        """Returns exact match and F1 of answers to all questions, and to questions with and without an answer."""
         texts = {id: answer["answer"] for id, answer in zip(split.ids, answers, strict=True)}
         return squad_scores(split, texts, dict.fromkeys(texts, 0.0) if _has_unanswerable(task, split) else None, 0.0)
 
@@ -248,8 +248,8 @@ class QuestionAnswering(TaskType):
         return chosen | {"null_threshold": scores.get("null_threshold")}
 
     def summary(self, task: Task, num_texts: int) -> str:
-        what = "Given a question and a text, finds the part of the text that answers the question"
-        return f"{what}, or that there is none." if task.has_unanswerable else f"{what}."
+        text = "Given a question and a text, finds the part of the text that answers the question"
+        return f"{text}, or reports that there is none." if task.has_unanswerable else f"{text}."
 
 
 def _has_unanswerable(task: Task, split: Split) -> bool:
@@ -257,19 +257,19 @@ def _has_unanswerable(task: Task, split: Split) -> bool:
 
 
 def _answer_lengths(questions: QuestionFeatures, targets: Ints, config: FinetuneSection) -> Iterator[str]:
-    """Yields how many answers are too long to be predicted, and how many are in no chunk as a whole."""
+    """Yields notes on answers that are too long for a prediction or complete in no chunk."""
     lengths = np.zeros(len(questions.contexts), np.int64)
     np.maximum.at(lengths, questions.question, np.where(targets[:, 0] > 0, targets[:, 1] - targets[:, 0] + 1, 0))
     if num_long := int((lengths > config.max_answer_length).sum()):
         yield (
-            f"longer than finetune.max_answer_length = {config.max_answer_length} tokens, so never predicted: the "
-            f"answers to {num_long:,} training questions, the longest of {lengths.max():,} tokens"
+            f"answers to {num_long:,} training questions are longer than finetune.max_answer_length = "
+            f"{config.max_answer_length} tokens (longest: {lengths.max():,}), so they can never be predicted"
         )
     has_answer = np.isin(np.arange(len(lengths)), questions.question[targets[:, 2] == 0])
     if num_nowhere := int((has_answer & (lengths == 0)).sum()):
         yield (
-            f"in no chunk of finetune.sequence_length = {config.sequence_length} tokens as a whole, so not trained: "
-            f"the answers to {num_nowhere:,} training questions; a lower finetune.doc_stride keeps more of them whole"
+            f"answers to {num_nowhere:,} training questions are complete in no chunk of finetune.sequence_length = "
+            f"{config.sequence_length} tokens, so they are not trained; lower finetune.doc_stride to keep more of them"
         )
 
 
@@ -279,30 +279,28 @@ def _checked(number: int, example: Any) -> Mapping[str, Any]:
     if not isinstance(example, Mapping) or not all(
         isinstance(example.get(key), str) for key in ("question", "context")
     ):
-        raise InputError(
-            f"example {number} is {abbreviated(example)}; it must be a mapping with question and context, or a pair of "
-            "both"
-        )
+        problem = "must be a mapping with question and context, or a pair of both"
+        raise InputError(f"example {number} = {abbreviated(example)}: {problem}")
     return example
 
 
-def _answer(found: FoundAnswer) -> Prediction:
-    is_empty = found.start == found.end
-    start, end = (None, None) if is_empty else (found.start, found.end)
-    return {"answer": found.text, "start": start, "end": end, "score": rounded(found.probability)}
+def _answer(answer: FoundAnswer) -> Prediction:
+    is_empty = answer.start == answer.end
+    start, end = (None, None) if is_empty else (answer.start, answer.end)
+    return {"answer": answer.text, "start": start, "end": end, "score": rounded(answer.probability)}
 
 
 def _error(split: Split, row: int, answer: Prediction) -> dict[str, Any]:
-    """Returns a question with its answers, and the context around the annotated one, else around the predicted one."""
+    """Returns a question with its answers, and the context of the annotated or else the predicted answer."""
     question, context = split.texts[row]
     gold = split.gold[row]
-    starts = (*(each.start for each in gold if each.start >= 0), answer["start"] or 0)
+    starts = (*(annotation.start for annotation in gold if annotation.start >= 0), answer["start"] or 0)
     start = max(0, starts[0] - _CONTEXT_CHARACTERS)
     end = start + 2 * _CONTEXT_CHARACTERS + len(gold[0].text if gold else answer["answer"])
     return {
         "id": split.ids[row],
         "text": question,
-        "gold": list(dict.fromkeys(each.text for each in gold)),
+        "gold": list(dict.fromkeys(annotation.text for annotation in gold)),
         "answer": answer["answer"],
         "score": answer["score"],
         "context": ("…" if start else "") + context[start:end] + ("…" if end < len(context) else ""),

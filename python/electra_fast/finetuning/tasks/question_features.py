@@ -1,9 +1,9 @@
-"""Tokenized questions, each with the chunks of its context; the annotated answer in a chunk, and a search for the best.
+"""Tokenized questions with the chunks of their contexts, annotated answers in chunks, and a search for answers.
 
-Chunks are those of the published code (`finetune/qa/qa_tasks.py`). It looks answers up among whitespace words; here an
-answer's tokens are those that overlap its characters, in any script. The search is that of its `qa_metrics.py`, except
-that an answer's text is always that of its tokens: the published code takes whole whitespace words if it cannot align
-normalized characters with the text's, and the first of equal letters in a word.
+Chunks equal the published code's (`finetune/qa/qa_tasks.py`). That code looks up answers among whitespace words; here
+the tokens of an answer are those that overlap its characters, in any script. The search equals `qa_metrics.py`, except
+that an answer's text is always the text of its tokens: the published code takes whole whitespace words if it cannot
+align normalized characters with the text, and the first of equal letters in a word.
 
 Shapes: K starts per chunk, K2 ends per start.
 """
@@ -28,9 +28,9 @@ from electra_fast.finetuning.tasks.task_type import Features
 # Added to the logits of tokens that cannot be an answer, as in the published code; the logit of padding.
 DISALLOWED = -1000.0
 NOTHING = -10_000.0
-# Minimum tokens of context in a full chunk, even after the longest question.
+# Minimum number of context tokens in a full chunk after the longest question.
 _LEAST_ROOM = 8
-# Contexts that are tokenized together.
+# Number of contexts that are tokenized together.
 _BATCH = 1024
 
 
@@ -40,9 +40,9 @@ class Context:
 
     Args:
         ids: Token ids, int32 [tokens].
-        offsets: First and past-the-last character of each token, without surrounding whitespace, and with the marks and
-            letters after it that normalization drops or merges into it; equal for a token of whitespace.
-            int32 [tokens, 2].
+        offsets: Start and end (exclusive) of each token in characters, without surrounding whitespace, but with
+            subsequent marks and letters that normalization drops or merges into the token; equal for a token of
+            whitespace. int32 [tokens, 2].
     """
 
     ids: Ints
@@ -51,13 +51,13 @@ class Context:
 
 @dataclass(frozen=True)
 class QuestionFeatures(Features):
-    """The chunks of all questions, one after another.
+    """The chunks of all questions, in order.
 
     Args:
         encoded: Each chunk as `[CLS] question [SEP] chunk [SEP]`; `num_truncated` counts questions.
         question: Index of each chunk's question, ascending, int64 [chunks].
         first: Piece of the context at which each chunk begins, int64 [chunks].
-        context_start: Position of that piece in the chunk's input, int64 [chunks].
+        context_start: Position of the piece `first` in the chunk's input, int64 [chunks].
         contexts: The context of each question; questions about the same text share one.
         texts: The questions with their contexts.
     """
@@ -94,9 +94,8 @@ def question_features(
     room = sequence_length - max_query_length - template.num_special
     if room < _LEAST_ROOM:
         raise InputError(
-            f"finetune.sequence_length = {sequence_length} leaves room for {max(room, 0)} tokens of the context after "
-            f"a question of finetune.max_query_length = {max_query_length}; make it at least "
-            f"{sequence_length - room + _LEAST_ROOM}, or questions shorter"
+            f"finetune.sequence_length = {sequence_length}: must be at least {sequence_length - room + _LEAST_ROOM} "
+            f"with finetune.max_query_length = {max_query_length}; raise it, or lower finetune.max_query_length"
         )
     contexts = _contexts(tokenizer, texts, names or [str(number) for number in range(len(texts))])
     questions = tokenizer.encode_batch([question for question, _ in texts])
@@ -127,13 +126,13 @@ def _contexts(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], names: Seq
     by_text = dict(zip(distinct, pieces, strict=True))
     for name, (_, context) in zip(names, texts, strict=True):
         if not (context.strip() and len(by_text[context].ids)):
-            raise InputError(f"question {name}: its context has no tokens")
-    found = {text: Context(each.ids, _visible(text, each.offsets)) for text, each in by_text.items()}
-    return [found[context] for _, context in texts]
+            raise InputError(f"question {name}: its context has no tokens; remove the question")
+    context_of = {text: Context(pieces_.ids, _visible(text, pieces_.offsets)) for text, pieces_ in by_text.items()}
+    return [context_of[context] for _, context in texts]
 
 
 def _visible(text: str, offsets: Ints) -> Ints:
-    """Converts the tokenizer's offsets to those of `Context`."""
+    """Converts offsets of the tokenizer to the offsets of a `Context`."""
     spans = np.array([stripped_span(text, *span) for span in offsets.tolist()], np.int32).reshape(-1, 2)
     first, end = spans.T
     changes = np.zeros(len(text) + 1, np.int64)
@@ -146,21 +145,21 @@ def _visible(text: str, offsets: Ints) -> Ints:
 
 
 def stripped_span(text: str, first: int, end: int) -> tuple[int, int]:
-    """Returns a span without whitespace at its ends; empty if there is nothing else."""
+    """Returns a span without whitespace at its ends; empty if it only contains whitespace."""
     part = text[first:end].lstrip()
     return end - len(part), end - len(part) + len(part.rstrip())
 
 
 def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: Sequence[tuple[Answer, ...]]) -> Ints:
-    """Returns start and end of the first answer in each chunk's input, and whether it is impossible; int64 [chunks, 3].
+    """Returns start and end of the first answer in each chunk, and whether it is unanswerable; int64 [chunks, 3].
 
-    Both are 0, the position of [CLS], in a chunk without the whole answer. A question without an answer is impossible;
-    a chunk without one is not.
+    Start and end are 0, the position of [CLS], if the chunk does not contain the complete answer. A chunk is
+    unanswerable only if its question has no answer.
     """
     spans = np.full((len(answers), 2), -1)
-    for number, (context, own) in enumerate(zip(features.contexts, answers, strict=True)):
-        if own:
-            spans[number] = _answer_pieces(context, own[0])
+    for number, (context, annotated) in enumerate(zip(features.contexts, answers, strict=True)):
+        if annotated:
+            spans[number] = _answer_pieces(context, annotated[0])
     is_impossible = spans[features.question, 0] < 0
     start, end = (spans[features.question] - features.first[:, None]).T
     is_inside = (start >= 0) & (start <= end) & (end < features.num_pieces)
@@ -169,17 +168,17 @@ def training_targets(tokenizer: Tokenizer, features: QuestionFeatures, answers: 
 
 
 def _answer_pieces(context: Context, answer: Answer) -> tuple[int, int]:
-    """Returns the first and last tokens that overlap an answer without its outer whitespace; 0 and -1 if none does."""
+    """Returns the first and last token that overlap an answer without its outer whitespace; 0 and -1 if none do."""
     start, stop = stripped_span(answer.text, 0, len(answer.text))
     first, end = context.offsets.T
-    found = np.flatnonzero((first < answer.start + stop) & (end > answer.start + start) & (first < end))
-    return (int(found[0]), int(found[-1])) if len(found) else (0, -1)
+    overlapping = np.flatnonzero((first < answer.start + stop) & (end > answer.start + start) & (first < end))
+    return (int(overlapping[0]), int(overlapping[-1])) if len(overlapping) else (0, -1)
 
 
 class SpanScores(NamedTuple):
     """A model's scores of the best spans in each chunk: tensors of a batch, or arrays of all chunks.
 
-    Indices are positions in the chunk's input. A span's score is the sum of its start's and its end's.
+    Indices are positions in the chunk's input. A span's score is the sum of its start score and its end score.
     """
 
     start_index: Any
@@ -195,14 +194,14 @@ class SpanScores(NamedTuple):
 
 
 def best_spans(start_nW: Ints, end_nW: Ints, lengths_n: Ints, contexts_n: Ints, beam_size: int) -> SpanScores:
-    """Returns the spans that `span_model.TwoLogitReader` finds in chunks by the logits of starts and ends, fp32 [n, W].
+    """Returns the spans that `span_model.TwoLogitReader` finds in chunks, given logits of starts and ends.
 
     Args:
-        start_nW: Logits of starts, with any values on padding.
-        end_nW: Logits of ends likewise.
-        lengths_n: Tokens of each chunk.
-        contexts_n: Position in each at which its context begins.
-        beam_size: Number of starts, and of ends.
+        start_nW: Logits of starts, fp32, with any values on padding.
+        end_nW: Logits of ends, likewise.
+        lengths_n: Number of tokens of each chunk.
+        contexts_n: Position of the context in each chunk.
+        beam_size: Number of starts and of ends.
     """
     position_W = np.arange(start_nW.shape[1])
     is_allowed_nW = (position_W >= contexts_n[:, None]) | (position_W == 0)
@@ -219,15 +218,15 @@ def best_spans(start_nW: Ints, end_nW: Ints, lengths_n: Ints, contexts_n: Ints, 
     starts = best(start_nW)
     ends = best(end_nW)
     every = (len(lengths_n), beam_size, beam_size)
-    end_index, end_score = (np.broadcast_to(each[:, None], every) for each in ends)
+    end_index, end_score = (np.broadcast_to(grid[:, None], every) for grid in ends)
     return SpanScores(*starts, end_index, end_score, start_nW[:, 0] + end_nW[:, 0])
 
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """A part of a context, with the score of its start plus that of its end.
+    """A part of a context with the sum of its start score and end score.
 
-    `probability` is the softmax of the scores over all answers returned with it.
+    `probability` is the softmax of the scores of all answers to the question.
     """
 
     text: str
@@ -244,9 +243,9 @@ def search(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> Iterator[tuple[list[FoundAnswer], float]]:
-    """Yields the `n_best` answers to each question that differ in text, best first, and the smallest null score.
+    """Yields the `n_best` answers to each question with distinct texts, best first, and the smallest null score.
 
-    An answer has at most `max_answer_length` tokens. If no candidate is valid, the only answer is the empty text.
+    An answer has at most `max_answer_length` tokens. Without a valid candidate, the only answer is the empty text.
     """
     bounds = np.searchsorted(features.question, np.arange(len(features.texts) + 1))
     for number, (_, text) in enumerate(features.texts):
@@ -259,11 +258,11 @@ def search(
 def _candidates(
     features: QuestionFeatures, scores: SpanScores, chunks: slice, num_pieces: int, max_answer_length: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns first and last tokens of a question's possible answers, and their scores; best first, [candidates]."""
+    """Returns first and last tokens of possible answers to a question and their scores, [candidates], best first."""
     first = features.first[chunks]
     length = features.num_pieces[chunks]
     place = features.context_start[chunks, None]
-    # Within the chunk.
+    # Pieces within the chunk.
     start = scores.start_index[chunks] - place
     end = scores.end_index[chunks] - place[:, None]
     owner = max_context(list(zip(first.tolist(), length.tolist(), strict=True)), num_pieces)
@@ -282,16 +281,16 @@ def _candidates(
 
 def _distinct(context: Context, text: str, starts: Ints, ends: Ints, sums: Ints, n_best: int) -> list[FoundAnswer]:
     """Returns the first `n_best` candidates whose texts differ in more than whitespace."""
-    found: dict[str, tuple[int, int, float]] = {}
+    spans: dict[str, tuple[int, int, float]] = {}
     for start, end, score in zip(starts.tolist(), ends.tolist(), sums.tolist(), strict=True):
         first, last = stripped_span(text, int(context.offsets[start, 0]), int(context.offsets[end, 1]))
-        if first < last:  # whitespace is no answer
-            found.setdefault(" ".join(text[first:last].split()), (first, last, score))
-        if len(found) == n_best:
+        if first < last:  # whitespace is not an answer
+            spans.setdefault(" ".join(text[first:last].split()), (first, last, score))
+        if len(spans) == n_best:
             break
-    if not found:  # the published code answers "empty"
+    if not spans:  # the published code answers "empty"
         return [FoundAnswer("", 0, 0, 0.0, 1.0)]
-    scores = np.array([score for _, _, score in found.values()])
+    scores = np.array([score for _, _, score in spans.values()])
     weights = np.exp(scores - scores[0])
-    pairs = zip(found.values(), (weights / weights.sum()).tolist(), strict=True)
+    pairs = zip(spans.values(), (weights / weights.sum()).tolist(), strict=True)
     return [FoundAnswer(text[first:last], first, last, score, share) for (first, last, score), share in pairs]

@@ -1,6 +1,6 @@
-"""Regression: a value for a text or a pair of texts, from its [CLS].
+"""Regression: a value for a text or a pair of texts from its [CLS].
 
-Training and prediction compute standardized values in single precision, and their units in double precision.
+Training and prediction compute standardized values in single precision and convert units in double precision.
 
 Shapes: n examples.
 """
@@ -28,9 +28,9 @@ from electra_fast.finetuning.tasks.task_type import REMEDY, finite
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Predictions that vary by less than this fraction of the targets' scale are constant in practice.
+# Predictions with a smaller deviation, as a fraction of the targets' scale, count as constant.
 COLLAPSED_DEVIATION = 0.01
-# Largest step between single-precision numbers around the targets' mean, as a fraction of their deviation.
+# Largest spacing of single-precision numbers around the targets' mean, as a fraction of their deviation.
 MAX_STEP = 0.001
 
 
@@ -46,7 +46,7 @@ class Regression(SequenceType):
         return (outputs_nC.squeeze(1) - targets.float()).square()
 
     def divergences(self, outputs_nC: Tensor, answers_nC: Tensor, temperature: float) -> Tensor:
-        """Returns the squared error to the teacher's standardized value."""
+        """Returns the squared error with respect to the teacher's standardized value."""
         return (outputs_nC - answers_nC).square().squeeze(1)
 
     def _loss_targets(self, task: Task, targets: Array, weights_C: Array | None) -> tuple[Array, Array]:
@@ -59,7 +59,7 @@ class Regression(SequenceType):
         return np.asarray(outputs, np.float64) * task.scale + task.shift
 
     def metrics(self, task: Task, targets: Array, outputs: ArrayLike) -> dict[str, float]:
-        """Returns both correlations, and for own data the mean absolute error."""
+        """Returns both correlations, and for a user's data the mean absolute error."""
         from scipy.stats import pearsonr, spearmanr
 
         targets = np.asarray(targets)
@@ -89,7 +89,7 @@ class Regression(SequenceType):
             "root_mean_square_error": float(np.sqrt(np.square(residuals).mean())),
             "r2": 1 - float(np.square(residuals).mean()) / variance if variance else None,
             "mean": float(residuals.mean()),
-        } | {f"quantile_{each}": float(np.percentile(residuals, each)) for each in quantiles}
+        } | {f"quantile_{percent}": float(np.percentile(residuals, percent)) for percent in quantiles}
         draw = partial(draw_values, gold=gold, values=values)
         text = "Predicted minus gold values, in the units of the data."
         yield Section("residuals", content, "Residuals", text, draw)
@@ -102,14 +102,14 @@ class Regression(SequenceType):
         return np.array([answer["value"] for answer in answers], np.float64)
 
     def warning(self, task: Task, outputs: Any) -> str | None:
-        """Warns if the model predicts nearly the same value for every example."""
+        """Returns a warning if the model predicts nearly the same value for every example."""
         values = finite(self._in_units(task, outputs))
         if len(values) < 2 or values.std() >= COLLAPSED_DEVIATION * task.scale:
             return None
         return f"all {len(values):,} predictions are about {values.mean():.4g}: {REMEDY}"
 
     def _row_answers(self, task: Task, rows: NDArray[np.float64], settings: Settings) -> Iterator[Prediction]:
-        if (scale := settings.get("scale")) is None:  # a folder from elsewhere: all that fp32 holds
+        if (scale := settings.get("scale")) is None:  # a folder without a scale: all digits of fp32
             yield from ({"value": float(f"{row[0]:.9g}")} for row in rows)
             return
         digits = 5 - math.floor(math.log10(scale))  # six digits of the spread
@@ -122,9 +122,9 @@ class Regression(SequenceType):
         step = float(np.spacing(np.abs(mean).astype(np.float32)))
         if step > MAX_STEP * deviation:
             yield (
-                f"warning: around {mean:.6g}, single precision has steps of {step:g}, and the values' deviation is "
-                f"{deviation:.3g}: `predict` is exact, but in `transformers` the model is not; subtract {mean:.0f} "
-                "from the values to use it there"
+                f"warning: around {mean:.6g}, single precision has a spacing of {step:g}, but the values' deviation is "
+                f"only {deviation:.3g}: `predict` is exact, but predictions in `transformers` are not; to use the "
+                f"model there, subtract {mean:.0f} from the values"
             )
 
     def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
@@ -133,13 +133,13 @@ class Regression(SequenceType):
     def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Task:
         scale = settings.get("scale", 1.0)
         if type(scale) not in (int, float) or not 0 < scale < math.inf:
-            raise InputError(f"scale = {scale!r} must be a number above 0")
-        if not state:  # a model in ONNX, whose outputs are in the units of the data
+            raise InputError(f"scale = {scale!r}: must be a number above 0")
+        if not state:  # an ONNX model: its outputs are in the data's units
             return task
         return dataclasses.replace(task, scale=float(scale), shift=_stored_bias(state, settings))
 
     def to_units(self, task: Task, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-        """Scales and shifts the last layer; its bias is a setting too, since weights hold single precision."""
+        """Scales and shifts the last layer; stores its bias in the settings too, since weights are in fp32."""
         weight = state["head.classifier.weight"].double() * task.scale
         bias = state["head.classifier.bias"].double() * task.scale + task.shift
         scaled = {"head.classifier.weight": weight.float(), "head.classifier.bias": bias.float()}
@@ -155,11 +155,11 @@ class Regression(SequenceType):
 
 
 def _stored_bias(state: Mapping[str, Tensor], settings: Settings) -> float:
-    """Returns a folder's bias, in double precision unless the weights have been trained further since."""
+    """Returns a folder's bias, in double precision unless the weights have been trained further."""
     bias = float(state["head.classifier.bias"])
     exact = settings.get("shift")
     if exact is None:
         return bias
     if type(exact) not in (int, float):
-        raise InputError(f"shift = {exact!r} must be a number")
+        raise InputError(f"shift = {exact!r}: must be a number")
     return float(exact) if np.float32(exact) == np.float32(bias) else bias

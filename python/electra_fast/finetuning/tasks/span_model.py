@@ -1,6 +1,6 @@
-"""Networks of question answering: the span of a context that answers a question, and whether there is one.
+"""Networks of question answering: predict the span of a context that answers a question, and whether one exists.
 
-Two heads: `transformers`' two logits per token, and the published code's, whose end depends on the start.
+There are two heads: two logits per token as in `transformers`, and the published head, whose end depends on the start.
 
 Shapes: T tokens of the flat buffer, n examples (chunks of a context, each with the question), W tokens of the longest
 example, D hidden, K start candidates, each with K end candidates.
@@ -21,11 +21,11 @@ from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import linear
 
 JOINT_WIDTH = 512
-"""Width of the published head's inner layers."""
+"""Width of the inner layers of the published head."""
 
 
 def _disallowed(inputs: Inputs) -> Tensor:
-    """Returns 0 where an answer may begin or end: context, its [SEP] (as in the published code), [CLS]; fp32 [T]."""
+    """Returns 0 for context, its [SEP] (as in the published code) and [CLS], else DISALLOWED; fp32 [T]."""
     positions_T = inputs.columns_5RL[2].flatten()
     owners_T = inputs.columns_5RL[4].flatten()
     context_n = F.pad(inputs.second_n, (0, 1))  # padding belongs to no example
@@ -36,7 +36,7 @@ def _disallowed(inputs: Inputs) -> Tensor:
 class TwoLogitReader(TaskModel):
     """A start and an end logit for each token, as in `transformers`' question answering.
 
-    The logits of a span's ends are added. [CLS] to [CLS] means that there is no answer.
+    A span's score is the sum of its two logits. [CLS] to [CLS] means that there is no answer.
     """
 
     def __init__(self, shape: ModelConfig, beam_size: int = 20, head_dropout: float = 0.0) -> None:
@@ -44,18 +44,18 @@ class TwoLogitReader(TaskModel):
         self.beam_size = beam_size
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        """Returns the mean of both cross-entropies; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        """Returns the mean of both cross-entropies, [n]; `targets` int64 [n, 3]: start, end, unanswerable."""
         logits = self.outputs(inputs, compute, key).unbind(1)
         start, end = (
-            F.cross_entropy(inputs.by_example(each, NOTHING), targets[:, place], reduction="none")
-            for place, each in enumerate(logits)
+            F.cross_entropy(inputs.by_example(logits_T, NOTHING), targets[:, place], reduction="none")
+            for place, logits_T in enumerate(logits)
         )
         return (start + end) / 2
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
-        """Returns the best starts and, the same for all of them, the best ends."""
+        """Returns the best starts, and the best ends, which are the same for all starts."""
         logits = (self.outputs(inputs, compute) + _disallowed(inputs)[:, None]).unbind(1)
-        start_nW, end_nW = (inputs.by_example(each, NOTHING, self.beam_size) for each in logits)
+        start_nW, end_nW = (inputs.by_example(logits_T, NOTHING, self.beam_size) for logits_T in logits)
         starts, ends = (grid.topk(self.beam_size) for grid in (start_nW, end_nW))
         every = (-1, self.beam_size, -1)
         return SpanScores(
@@ -66,7 +66,7 @@ class TwoLogitReader(TaskModel):
 
 
 class JointHead(nn.Module):
-    """The layers of the published head; all matrices Glorot uniform, no dropout."""
+    """The layers of the published head, with Glorot uniform matrices and no dropout."""
 
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class JointHead(nn.Module):
 
 
 class JointReader(TaskModel):
-    """The published code's reader: the end's logits depend on the start, and a classifier detects unanswerable chunks.
+    """The published code's reader: the end depends on the start, and a classifier detects unanswerable chunks.
 
-    The start is the true one in training, and each of the `beam_size` best ones in prediction, with as many ends.
-    `answerable_weight` is that of the classifier's loss.
+    End logits depend on the true start in training, and on each of the `beam_size` best starts in prediction.
+    `answerable_weight` is the weight of the classifier's loss.
     """
 
     head: JointHead
@@ -93,7 +93,7 @@ class JointReader(TaskModel):
         self.answerable_weight = answerable_weight
 
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        """Returns (start + end) / 2 + weight * unanswerable; `targets` int64 [n, 3]: start, end, unanswerable; [n]."""
+        """Returns (start + end) / 2 + weight * unanswerable, [n]; `targets` int64 [n, 3]: start, end, unanswerable."""
         x_TD = self.hidden_states(inputs, compute, key).float()
         start_n, end_n, unanswerable_n = targets.unbind(1)
         start_nW = self._start_logits(x_TD, inputs)
@@ -106,7 +106,7 @@ class JointReader(TaskModel):
         return spans_n / 2 + self.answerable_weight * unanswerable
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> SpanScores:
-        """Returns log-probabilities of the best starts and of the best ends of each, and the classifier's logit."""
+        """Returns log-probabilities of the best starts and the best ends for each start, and the classifier's logit."""
         x_TD = self.hidden_states(inputs, compute).float()
         start_nW = self._start_logits(x_TD, inputs)
         starts = start_nW.log_softmax(1).topk(self.beam_size)
@@ -117,8 +117,8 @@ class JointReader(TaskModel):
         ]
         return SpanScores(
             *(starts.indices, starts.values),
-            torch.stack([each.indices for each in ends], 1),
-            torch.stack([each.values for each in ends], 1),
+            torch.stack([candidates.indices for candidates in ends], 1),
+            torch.stack([candidates.values for candidates in ends], 1),
             self._unanswerable_logits(x_TD, start_nW, inputs),
         )
 
@@ -132,7 +132,7 @@ class JointReader(TaskModel):
         return linear(x_TD, dense.weight[:, x_TD.shape[1] :], dense.bias)
 
     def _end_logits(self, x_TD: Tensor, inner_TI: Tensor, start_n: Tensor, inputs: Inputs) -> Tensor:
-        """Returns logits of the end given the start's position; [n, W]."""
+        """Returns logits of the end, given the position of the start; [n, W]."""
         place_n = (inputs.first_n + start_n).clamp(max=len(x_TD) - 1)  # an example may have fewer tokens than the beam
         start_nI = linear(ops.gather_rows(x_TD, place_n), self.head.end_dense.weight[:, : x_TD.shape[1]], None)
         inner_TI = F.gelu(inner_TI + self._members(inputs).T @ start_nI)
@@ -147,13 +147,13 @@ class JointReader(TaskModel):
         probability_T = start_nW.softmax(1)[owners_T.clamp(max=n - 1), positions_T.clamp(max=start_nW.shape[1] - 1)]
         mean_nD = (self._members(inputs) * probability_T) @ x_TD
         dense = self.head.answerable_dense
-        inner_nI = ops.bias_gelu_reference(  # of n rows
+        inner_nI = ops.bias_gelu_reference(
             torch.cat((ops.gather_rows(x_TD, inputs.first_n), mean_nD), 1), dense.weight, dense.bias
         )
         logits: Tensor = self.head.answerable(inner_nI).squeeze(1)
         return logits
 
     def _members(self, inputs: Inputs) -> Tensor:
-        """Returns 1 for each example's tokens; fp32 [n, T]. Products with it are deterministic, unlike scatters."""
+        """Returns 1 for an example's tokens, else 0; fp32 [n, T]. Products are deterministic, unlike scatters."""
         owners_T = inputs.columns_5RL[4].flatten()
         return (torch.arange(len(inputs.first_n), device=owners_T.device)[:, None] == owners_T).float()

@@ -1,7 +1,7 @@
 """Tagging: a class for each word of a text, from the word's first token.
 
-Texts longer than the model reads become overlapping chunks; a word counts in the chunk where it has the most context,
-in training as in prediction.
+Texts longer than the model's input are split into overlapping chunks. Both training and prediction take each word from
+the chunk in which it has the most context.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from electra_fast.finetuning.model import TaskModel
 
-# Marks a line with a word and its tag, or a comment before such lines, rather than text.
+# Matches a line with a word and its tag, or a comment before such lines.
 _COLUMNS = re.compile(r"\t|^\S+( \S+)* (O|[BILMESU]-\S+)$|^# |^-DOCSTART-")
 
 
@@ -72,18 +72,18 @@ class TagFeatures(Features):
 
 
 def _first_pieces(pieces: Pieces, words: Ints) -> Ints:
-    """Returns the index of the first token that overlaps each word; -1 for none."""
+    """Returns the index of the first token that overlaps each word, or -1."""
     if not len(pieces.ids):
         return np.full(len(words), -1)
     starts = pieces.offsets[:, 0]
     ends = np.maximum.accumulate(pieces.offsets[:, 1])
-    found = np.minimum(np.searchsorted(ends, words[:, 0], side="right"), len(ends) - 1)
-    overlaps = (starts[found] < words[:, 1]) & (ends[found] > words[:, 0])
-    return np.where(overlaps, found, -1)
+    nearest = np.minimum(np.searchsorted(ends, words[:, 0], side="right"), len(ends) - 1)
+    overlaps = (starts[nearest] < words[:, 1]) & (ends[nearest] > words[:, 0])
+    return np.where(overlaps, nearest, -1)
 
 
 class Tagging(TeachableType):
-    """A head on the words' first tokens. Outputs are logits, float32 [words, C]."""
+    """A head on the first token of each word. Outputs are logits, float32 [words, C]."""
 
     defaults = {"sequence_length": 256}
     read = staticmethod(read_tagging)
@@ -105,25 +105,25 @@ class Tagging(TeachableType):
     usual_columns = tuple((name,) for name in (*WORD_COLUMNS, *TEXT_COLUMNS))
 
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> TagFeatures:
-        """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`, and finds the words' tokens."""
+        """Splits texts into chunks `[CLS] tokens [SEP]` of at most `sequence_length`; locates the words in them."""
         assert split.words is not None
         pieces = tokenizer.encode_with_offsets([text for (text,) in split.texts])
         room = config.sequence_length - 2
         encoded, by_piece = text_chunks(pieces, tokenizer.special_tokens, room, config.doc_stride)
-        found = [np.zeros(0, np.int64)]
-        for own, indices, words in zip(pieces, by_piece, split.words, strict=True):
-            found.append(np.append(indices, -1)[_first_pieces(own, words)])
-        return TagFeatures(encoded, np.concatenate(found), np.cumsum([len(words) for words in split.words]))
+        places = [np.zeros(0, np.int64)]
+        for text_pieces, indices, words in zip(pieces, by_piece, split.words, strict=True):
+            places.append(np.append(indices, -1)[_first_pieces(text_pieces, words)])
+        return TagFeatures(encoded, np.concatenate(places), np.cumsum([len(words) for words in split.words]))
 
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
-        """Returns all chunks, with a target at the first token of each word."""
+        """Returns all chunks with a target at the first token of each word."""
         features = self.features(tokenizer, split, config)
         tags = np.concatenate(split.gold)
-        found = features.places >= 0
-        if not found.any():
+        has_token = features.places >= 0
+        if not has_token.any():
             raise InputError(f"{split.path}: no word has a token; check the columns and the tokenizer")
         targets = np.full(len(features.encoded.ids), NO_TARGET)
-        targets[features.places[found][::-1]] = tags[found][::-1]  # the first of the words that share a token counts
+        targets[features.places[has_token][::-1]] = tags[has_token][::-1]  # the first of words with a shared token
         is_target = targets != NO_TARGET
         by_tag, note = class_weights(config.class_weights, task.labels, targets[is_target], groups=_types(task))
         weights = np.zeros(len(targets))
@@ -136,9 +136,9 @@ class Tagging(TeachableType):
     ) -> NDArray[Any]:
         features = self.features(tokenizer, split, config)
         outputs = teach(split)
-        found = features.places >= 0
+        has_token = features.places >= 0
         by_token = np.full((len(features.encoded.ids), outputs.shape[1]), np.nan)
-        by_token[features.places[found][::-1]] = outputs[found][::-1]  # as in `training_set`
+        by_token[features.places[has_token][::-1]] = outputs[has_token][::-1]  # as in `training_set`
         return by_token
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
@@ -157,7 +157,8 @@ class Tagging(TeachableType):
         chunks = f" in {len(training_set.encoded):,} chunks of at most {config.sequence_length} tokens"
         yield f"training words: {num_words:,}{chunks}"
         if num_targets < num_words:
-            yield f"training words that have no token or share one with the word before: {num_words - num_targets:,}"
+            num_lost = num_words - num_targets
+            yield f"training words without a token, or with the same token as the previous word: {num_lost:,}"
 
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
         from electra_fast.finetuning.tasks.classifiers import TokenClassifier, softmax_divergence  # imports torch
@@ -166,15 +167,15 @@ class Tagging(TeachableType):
         return TokenClassifier(shape, config.head, num_outputs, divergences, config.head_dropout)
 
     def predict(self, inference: Outputs, features: TagFeatures, config: FinetuneSection) -> NDArray[Any]:
-        """Returns the words' logits, float32 [words, C]; zeros for a word without tokens."""
+        """Returns logits for each word, float32 [words, C]; zeros for a word without tokens."""
         outputs = inference.by_token(features.encoded)
-        found = features.places >= 0
-        return np.where(found[:, None], outputs[features.places], 0)
+        has_token = features.places >= 0
+        return np.where(has_token[:, None], outputs[features.places], 0)
 
     def scores(
         self, task: Task, split: Split, features: TagFeatures, outputs: Any, earlier: Scores
     ) -> dict[str, float]:
-        """Returns precision, recall and F1 of entities, as conlleval and seqeval do, and the words' accuracy."""
+        """Returns precision, recall and F1 of entities, as in conlleval and seqeval, and the accuracy over words."""
         chosen = _continued(task, features.places, finite(outputs)).argmax(1)
         return tag_scores(task, list(split.gold), features.by_text(chosen))
 
@@ -192,9 +193,9 @@ class Tagging(TeachableType):
         return f"all {len(outputs):,} words are tagged {task.labels[tags[0]]!r}: {REMEDY}"
 
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Takes texts, or lists of words."""
-        found = [_text_and_words(number, example) for number, example in enumerate(examples)]
-        return named_split([(text,) for text, _ in found], words=[words for _, words in found])
+        """Makes a split of texts or lists of words."""
+        texts = [_text_and_words(number, example) for number, example in enumerate(examples)]
+        return named_split([(text,) for text, _ in texts], words=[words for _, words in texts])
 
     def example(self, path: Path, line: int, row: Row, columns: tuple[str, ...], number: int) -> str | list[str]:
         (column,) = columns
@@ -203,20 +204,20 @@ class Tagging(TeachableType):
             return text_of(path, line, row, column)
         for word in words:
             if not isinstance(word, str) or not word:
-                raise InputError(f"{place(path, line)}: {column!r} has {abbreviated(word)}, which is not a word")
+                raise InputError(f"{place(path, line)}: {column} = {abbreviated(word)}: must be a word")
         return words
 
     def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
         return extension(path) == ".txt" and are_columns(path, text)
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Returns whether the row holds a sentence, as text or as a list of words, and not a single word."""
+        """Returns whether a row contains a sentence (a text or a list of words) and not a single word."""
         values = [row.get(name) for name in columns]
         if len(values) == 1 and isinstance(values[0], list):
             return all(isinstance(word, str) for word in values[0])
         has_word = any(name.lower() in WORD_NAMES for name in row)
         has_number = any(name.lower() in SENTENCE_NAMES for name in row if name not in columns)
-        is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # maybe of columns
+        is_line = row.keys() == {"text"} and _COLUMNS.search(str(row["text"])) is not None  # may be a line of columns
         return len(values) == 1 and not has_word and not has_number and not is_line
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any]:
@@ -246,7 +247,7 @@ class Tagging(TeachableType):
         return tag_sections(task, split, _tag_ids(task, answers))
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns the number of entities of each type, or of words with each tag."""
+        """Returns the number of entities by type, or of words by tag."""
         if split.targets is None:
             return {}
         sizes = np.bincount(np.concatenate(split.gold), minlength=len(task.labels))
@@ -260,7 +261,7 @@ class Tagging(TeachableType):
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
-        """Names the head of Electra and DebertaV2, which is the same layer for both."""
+        """Returns the head unchanged; for Electra and DebertaV2 both values of `finetune.head` are the same layer."""
         return (head if architecture == "modernbert" else "transformers"), state
 
     def summary(self, task: Task, num_texts: int) -> str:
@@ -268,11 +269,11 @@ class Tagging(TeachableType):
 
 
 def tag_answer(text: str, words: NDArray[Any], logits: NDArray[Any], labels: Sequence[str], scheme: str) -> Prediction:
-    """Returns the tags of a text's words, and its spans: entities, or if tags are plain labels, all words.
+    """Returns the tags of a text's words, and its spans: entities, or all words if tags are plain labels.
 
-    `words` are the first and past-the-last characters of the words, int64 [words, 2], `logits` those of the tags, float
-    [words, C]. Returns `{"words": [...], "tags": [...], "scores": [...], "spans": [{"start", "end", "text", "label",
-    "score"}, ...]}`; `scores` are the probabilities of the words' tags, and a span's score is their mean.
+    `words` are the start and end (exclusive) of each word in characters, int64 [words, 2]; `logits` are the tags',
+    float [words, C]. Returns `{"words": [...], "tags": [...], "scores": [...], "spans": [{"start", "end", "text",
+    "label", "score"}, ...]}`; `scores` are the probabilities of the tags, and the score of a span is their mean.
     """
     probabilities = softmax(logits.astype(np.float64))
     chosen = probabilities.argmax(1)
@@ -294,25 +295,28 @@ def _tag_ids(task: Task, answers: Answers) -> list[NDArray[np.int64]]:
 
 
 def _types(task: Task) -> dict[str, list[int]]:
-    """Returns the types of entities with their tags."""
-    found: dict[str, list[int]] = {}
+    """Returns the tag ids of each entity type."""
+    tags: dict[str, list[int]] = {}
     for number, label in enumerate(task.labels if task.scheme != "none" else ()):
         if label != "O":
-            found.setdefault(label[2:], []).append(number)
-    return found
+            tags.setdefault(label[2:], []).append(number)
+    return tags
 
 
 def _text_and_words(number: int, example: Any) -> tuple[str, Ints]:
-    """Returns a text and the characters of its words; given words are joined with spaces."""
+    """Returns a text and the places of its words; a list of words is joined with spaces."""
     if isinstance(example, str):
         return example, words_of_text(example)
     if not isinstance(example, (tuple, list)) or not all(isinstance(word, str) and word for word in example):
-        raise InputError(f"example {number} is {abbreviated(example)}; it must be a text or a list of words")
+        raise InputError(f"example {number} = {abbreviated(example)}: must be a text or a list of words")
     return " ".join(example), places_of(example)
 
 
 def _continued(task: Task, places: Ints, outputs: NDArray[Any]) -> NDArray[Any]:
-    """Returns the logits; B- and I- are sorted for a word that shares the previous token: it begins no entity."""
+    """Returns logits in which no word that shares a token with the previous word begins an entity.
+
+    For such a word, the larger of the logits of B- and I- becomes the logit of I-.
+    """
     shared = np.flatnonzero((places[1:] == places[:-1]) & (places[1:] >= 0))[:, None] + 1
     outputs = outputs.copy()
     for begin, label in enumerate(task.labels):

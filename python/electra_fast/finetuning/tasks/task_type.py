@@ -1,6 +1,6 @@
-"""The contract of a task type: everything that training, prediction and model folders need to know about it.
+"""The interface of a task type for training, prediction and model folders.
 
-`tasks.TASK_TYPES` names the implementations. Other modules ask the task type and never compare its name.
+`tasks.TASK_TYPES` lists the implementations. Other modules call the task type's methods and never compare its name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 REMEDY = "try a lower finetune.learning_rate, more finetune.epochs, or another seed"
 HeadNames = Mapping[str, str]
-"""Our names of a head's parameters, and those in `transformers`."""
+"""Maps our names of a head's parameters to the names in `transformers`."""
 
 CLASSIFIER: HeadNames = {"head.classifier.weight": "classifier.weight", "head.classifier.bias": "classifier.bias"}
 MODERN_HEAD: HeadNames = {
@@ -65,85 +65,85 @@ logits = hidden @ tensors["classifier.weight"].T + tensors["classifier.bias"]
 
 @dataclass(frozen=True, kw_only=True)
 class HfForm:
-    """A task type's model folders in `transformers`, and what their model card says."""
+    """The form of a task type's model folders in `transformers`, and the text of their model card."""
 
     ending: str
-    """Of the class: `SequenceClassification`."""
+    """The end of the class name: `SequenceClassification`."""
     head_names: Mapping[tuple[str, str], HeadNames]
     """The head's tensors by architecture and `finetune.head`."""
     problem_type: str | None = None
-    """`problem_type` in config.json, where several task types share a class."""
+    """`problem_type` in config.json, if several task types share a class."""
     pipeline: str
     options: str = ""
-    """Further arguments of the pipeline, as Python code."""
+    """Additional arguments of the pipeline, as Python code."""
     entity_options: str = ""
-    """Those where tags delimit entities."""
+    """Additional arguments if tags delimit entities."""
     usage: str = PIPELINE_USAGE
-    """Section on use; a format of `pipeline`, `options`, `class_name`, and the `command` that predicts a file."""
+    """Section on use: a format string of `pipeline`, `options`, `class_name` and the `command` that predicts a file."""
     raw_usage: str = RAW_USAGE.format(index="")
-    """How to use a head that `transformers` has no class for; continues a sentence."""
+    """Use of a head without a class in `transformers`; continues a sentence."""
     converted_head_note: str = ""
     """Section for a head that `to_transformers` has converted."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The tokenized examples of a split. Subclasses add what their task type needs to interpret a model's outputs."""
+    """The tokenized examples of a split. Subclasses add data for interpreting a model's outputs."""
 
     encoded: EncodedExamples
 
 
 class Outputs(Protocol):
-    """A model's outputs for tokenized examples: by `inference.Inference`, or by `onnx_model.OnnxInference`."""
+    """A model's outputs for tokenized examples; implemented by `inference.Inference` and `onnx_model.OnnxInference`."""
 
     def by_example(self, encoded: EncodedExamples) -> tuple[NDArray[Any], ...]:
-        """Returns `TaskModel.predictions` for all examples, at least one, in their order; [n, ...] each."""
+        """Returns `TaskModel.predictions` for one or more examples, in order; [n, ...] each."""
 
     def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
         """Returns the outputs of all tokens of `encoded.ids`, [tokens, ...]."""
 
 
 class TaskType(ExampleReader):
-    """A type of tasks: reads, trains, scores, predicts and stores them. `outputs` are the results of `predict`."""
+    """Reads, trains, scores, predicts and stores tasks of a type. `outputs` are the results of `predict`."""
 
     defaults: ClassVar[Mapping[str, Scalar]] = {}
-    """Keys of `[finetune]` that differ from their defaults, in all recipes."""
+    """Values of `[finetune]` keys that differ from the general defaults, in all recipes."""
     read: ClassVar[Callable[..., TaskData] | None] = None
-    """Reads own files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
+    """Reads a user's files: `train`, `dev` and `test` (the latter two may be None), then keyword arguments."""
     read_labeled: ClassVar[Callable[..., tuple[Split, list[str]]]]
-    """Reads a file to score a trained model on: the task, the path, the text and label columns of training, then
-    keyword arguments. Returns also notes for the user."""
+    """Reads a file to score a trained model: the task, the path, the text and label columns of training, then keyword
+    arguments. Returns the split and notes for the user."""
     num_texts: ClassVar[int | None] = None
-    """Texts per example; None if a model's own training data decides."""
+    """Number of texts per example; None if a model's training data decides."""
     has_classes: ClassVar[bool] = True
-    """Predicts probabilities of classes, which may have weights and be calibrated."""
+    """Whether it predicts class probabilities, which may have weights and be calibrated."""
     output_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the head's outputs, if they are not the task's labels."""
+    """Names of the head's outputs; empty if they are the task's labels."""
     prediction_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings of `answers` that a user may choose."""
+    """Settings of `answers` that a user can choose."""
     onnx_outputs: ClassVar[Mapping[str, int]]
-    """The outputs of a model in ONNX by name, and their dimensions."""
+    """The number of dimensions of each output of an ONNX model, by name."""
     hf: ClassVar[HfForm]
 
     @abstractmethod
     def features(self, tokenizer: Tokenizer, split: Split, config: FinetuneSection) -> Features:
-        """Tokenizes a split; raises InputError for texts that cannot be used."""
+        """Tokenizes a split; raises InputError for unusable texts."""
 
     @abstractmethod
     def training_set(self, tokenizer: Tokenizer, task: Task, split: Split, config: FinetuneSection) -> TrainingSet:
-        """Tokenizes the training examples; raises InputError if they cannot be used, or not with this configuration."""
+        """Tokenizes the training examples; raises InputError if they cannot be used with this configuration."""
 
     @abstractmethod
     def describe(self, split: Split, training_set: TrainingSet, config: FinetuneSection) -> Iterator[str]:
-        """Yields lines about the training examples, to show before training."""
+        """Yields notes about the training examples, which are shown before training."""
 
     def class_sizes(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns the number of examples per class; empty if there are no classes or no labels."""
+        """Returns the number of examples per class; empty without classes or labels."""
         return {}
 
     @abstractmethod
     def model(self, shape: ModelConfig, config: FinetuneSection, num_outputs: int) -> TaskModel:
-        """Builds the network, with arbitrary parameters."""
+        """Builds the network with arbitrary parameters."""
 
     @abstractmethod
     def predict(self, inference: Outputs, features: Any, config: FinetuneSection) -> Any:
@@ -152,134 +152,131 @@ class TaskType(ExampleReader):
     def of_onnx(
         self, outputs: Sequence[NDArray[Any]], encoded: EncodedExamples, examples: Ints, config: FinetuneSection
     ) -> tuple[NDArray[Any], ...]:
-        """Returns `TaskModel.predictions` from those `onnx_outputs` of a batch, padded; per token also [n, W, ...]."""
+        """Returns `TaskModel.predictions` from the padded `onnx_outputs` of a batch; outputs per token: [n, W, ...]."""
         return tuple(outputs)
 
     @abstractmethod
     def scores(self, task: Task, split: Split, features: Any, outputs: Any, earlier: Scores) -> dict[str, float]:
-        """Returns all scores by name, `task.metric` among them; raises Diverged if an output is not finite.
+        """Returns all scores by name, including `task.metric`; raises Diverged if an output is not finite.
 
-        `earlier` has those of the first validation split, once they are known.
+        `earlier` are the scores of the first validation split, once they are known.
         """
 
     def selection_metric(self, task: Task, is_weighted: bool) -> str:
-        """Returns the score by which the best step is chosen; `is_weighted`: classes have weights in the loss."""
+        """Returns the name of the score that selects the best step; `is_weighted`: the loss has class weights."""
         return task.metric
 
     def validation_loss(self, task: Task, split: Split, outputs: Any, class_weights: NDArray[Any] | None) -> float:
-        """Returns the loss on a validation split, weighted as in training; it decides between steps of equal scores."""
+        """Returns the loss on a validation split, weighted as in training; it decides between steps of equal score."""
         return 0.0
 
     def temperature(self, split: Split, outputs: Any) -> float:
-        """Returns the temperature of the logits that fits a validation split best."""
+        """Returns the temperature of the logits that is best for a validation split."""
         return 1.0
 
     def majority(self, task: Task, train: Split, split: Split) -> dict[str, float]:
-        """Returns the scores of always predicting the most frequent training answer; empty if there is none."""
+        """Returns the scores of always predicting the most frequent training answer; empty if that is undefined."""
         return {}
 
     def warning(self, task: Task, outputs: Any) -> str | None:
-        """Returns a line for the user if the model has learned nothing, else None."""
+        """Returns a warning if the model has learned nothing, else None."""
         return None
 
     def write_predictions(self, stem: Path, task: Task, split: Split, outputs: Any, answers: Answers) -> None:
-        """Writes a split's predictions to files that begin with `stem`: STEM.jsonl, and others of some types."""
+        """Writes a split's predictions to STEM.jsonl; some types write other files that begin with `stem` too."""
         replace_file(stem.with_name(f"{stem.name}.jsonl"), self.prediction_lines(task, split, answers))
 
     def prediction_lines(self, task: Task, split: Split, answers: Answers) -> str:
         """Returns a line of JSON per example.
 
         It has the columns of the example's row, `id`, the answer's fields and, if the split has labels, `gold`. Columns
-        named like one of these are in `input`.
+        with the name of another field are in `input`.
         """
-        golds = [{}] * len(answers) if split.targets is None else [{"gold": each} for each in self.golds(task, split)]
+        golds = [{}] * len(answers) if split.targets is None else [{"gold": gold} for gold in self.golds(task, split)]
         rows = zip(split.ids, answers, golds, split.columns or [{}] * len(answers), strict=True)
         return "".join(json_text(with_columns({"id": id} | answer | gold, row)) for id, answer, gold, row in rows)
 
     @abstractmethod
     def golds(self, task: Task, split: Split) -> list[Any]:
-        """Returns the label of each example of a split that has labels, as JSON; None for an example without one."""
+        """Returns each example's label as JSON, for a split with labels; None for an example without a label."""
 
     def labeled_rows(self, task: Task, split: Split) -> Iterator[dict[str, Any]]:
-        """Yields labeled examples as rows that `read_labeled` reads, with the usual columns."""
+        """Yields labeled examples as rows for `read_labeled`, with the usual columns."""
         for texts, gold in zip(split.texts, self.golds(task, split), strict=True):
             columns = ("text",) if len(texts) == 1 else ("sentence1", "sentence2")
             yield {**dict(zip(columns, texts, strict=True)), "label": gold}
 
     @abstractmethod
     def scores_of_answers(self, task: Task, split: Split, answers: Answers) -> dict[str, float]:
-        """Returns the scores of answers to labeled examples, as given to the user."""
+        """Returns the scores of answers (as yielded by `answers`) to labeled examples."""
 
     @abstractmethod
     def sections(self, task: Task, split: Split, answers: Answers) -> Iterator[Section]:
-        """Yields the sections of a report that are particular to the type, `errors` among them.
-
-        Every example has a label.
-        """
+        """Yields the type's sections of a report on labeled examples, with `errors` as the last one."""
 
     def label_counts(self, task: Task, split: Split) -> dict[str, int]:
-        """Returns how often each label occurs; empty if there are none."""
+        """Returns the number of occurrences of each label; empty without labels."""
         return self.class_sizes(task, split)
 
     @abstractmethod
     def split(self, examples: Sequence[Any], num_texts: int | None) -> Split:
-        """Makes a split of examples to predict; raises InputError naming the first that is not an example.
+        """Makes a split of examples for prediction; raises InputError naming the first invalid example.
 
-        `num_texts` is that of the model, None if unknown.
+        `num_texts` is the model's number of texts per example, None if unknown.
         """
 
     @abstractmethod
     def answers(
         self, task: Task, split: Split, features: Any, outputs: Any, settings: Settings
     ) -> Iterator[Prediction]:
-        """Yields a JSON-able object per example. `settings` are those of the model's folder."""
+        """Yields a JSON object for each example. `settings` are the settings in the model's folder."""
 
     def settings(self, config: FinetuneSection, task: Task, scores: Scores) -> dict[str, Any]:
-        """Returns what prediction needs besides the weights; stored in the model's config.json."""
+        """Returns settings for prediction, which are stored in the model's config.json."""
         return {}
 
     def to_units(self, task: Task, state: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-        """Returns a trained model's parameters with outputs in the units of the data, and settings for prediction."""
+        """Returns a trained model's parameters with outputs in the data's units, and settings for prediction."""
         return state, {}
 
     def from_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Mapping[str, Tensor]:
-        """Inverts `to_units`; `settings` are the folder's."""
+        """Inverts `to_units`; `settings` are the settings in the model's folder."""
         return state
 
     def with_units(self, task: Task, state: Mapping[str, Tensor], settings: Settings) -> Task:
-        """Returns the task of a folder, whose outputs by `from_units` are in the task's units."""
+        """Returns a folder's task with the units that `from_units` converts to."""
         return task
 
     def in_units(self, task: Task, outputs: Any) -> Any:
-        """Returns outputs in the units of the data."""
+        """Returns outputs in the data's units."""
         return outputs
 
     def to_transformers(
         self, architecture: str, head: str, state: Mapping[str, Tensor], width: int
     ) -> tuple[str, Mapping[str, Tensor]]:
-        """Returns `finetune.head` and parameters, as those of `transformers`' class if that computes the same."""
+        """Returns `finetune.head` and parameters, converted to the class of `transformers` if it computes the same."""
         return head, state
 
     @abstractmethod
     def summary(self, task: Task, num_texts: int) -> str:
-        """Returns what a model of this type does, for the model card."""
+        """Returns a description of a model of this type for the model card."""
 
 
 class TeachableType(TaskType):
-    """A task type that can learn from a teacher, by a `TeachableModel`."""
+    """A task type that can learn from a teacher; its network is a `TeachableModel`."""
 
     @abstractmethod
     def taught_outputs(
         self, tokenizer: Tokenizer, split: Split, config: FinetuneSection, teach: Callable[[Split], NDArray[Any]]
     ) -> NDArray[Any]:
-        """Returns a teacher's outputs for each row of `training_set`, of targets or of tokens; NaN for none.
+        """Returns a teacher's outputs for each target or token of `training_set`; NaN if there is no output.
 
-        `teach` returns them for a split, in the student's units and order: [n, C], or [words, C].
+        `teach` returns the outputs for a split in the student's units and order: [n, C] or [words, C].
         """
 
 
 def finite(outputs: ArrayLike) -> NDArray[np.float64]:
-    """Returns the outputs as float64; raises Diverged if one is NaN or infinite."""
+    """Returns the outputs as float64; raises Diverged if an output is NaN or infinite."""
     values = np.asarray(outputs, dtype=np.float64)
     num_bad = int((~np.isfinite(values.reshape(len(values), -1))).any(1).sum())
     if num_bad:
@@ -293,7 +290,7 @@ def finite(outputs: ArrayLike) -> NDArray[np.float64]:
 def named_split(
     texts: list[tuple[str, ...]], ids: list[str] | None = None, words: list[NDArray[np.int64]] | None = None
 ) -> Split:
-    """Returns examples to predict as a split; ids are their numbers by default. Raises InputError for no text."""
+    """Returns a split of examples for prediction; by default ids are their numbers. Raises InputError for non-text."""
     for number, text in enumerate(map("".join, texts)):
         check_unicode(f"example {number}: ", text)
     ids = [str(number) for number in range(len(texts))] if ids is None else ids
