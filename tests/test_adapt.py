@@ -318,11 +318,14 @@ def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Pat
     for name in ("modules.json", "config_sentence_transformers.json"):
         (tuned / name).write_text("{}")
         (tuned / "README.md").write_text("---\nbase_model: nreimers/MiniLM-L6\n---\n")
-        refused(tuned, r"tuned for sentences \(.*json\).*it was made from \(nreimers/MiniLM-L6\), and tune the result")
-        refused(tuned, "tuned for sentences", generator="small")
+        refused(
+            tuned,
+            r"a sentence-embedding model \(.*json\).*its base encoder \(nreimers/MiniLM-L6\) and train the result",
+        )
+        refused(tuned, "a sentence-embedding model", generator="small")
         (tuned / name).unlink()
     unfinished = changed(whole_run, tmp_path / "unfinished", {"train.steps": 99})
-    refused(unfinished, "at step 24 of 99; finish it .*, or name a checkpoint to adapt it as it is: .*step-24")
+    refused(unfinished, "at step 24 of 99; finish it .*, or adapt its checkpoint as it is: .*step-24")
     assert kind_of(checkpoint_folder.latest(unfinished)) == "pair"
     refused(exported / "discriminator", "has no generator, which", overrides={"objective.name": "electra"})
     refused(whole_run, "mlm has no generator; leave out", generator="small", overrides={"objective.name": "mlm"})
@@ -346,4 +349,4 @@ def test_a_fine_tuned_encoder_is_adapted_with_a_warning(exported: Path, capsys: 
     path = exported / "encoder/config.json"
     path.write_text(path.read_text().replace("ElectraModel", "ElectraForSequenceClassification"))
     assert kind_of(exported / "encoder") == "encoder"
-    assert "fine-tuned for a task (ElectraForSequenceClassification), whose head is left out" in capsys.readouterr().err
+    assert "fine-tuned for a task (ElectraForSequenceClassification), whose head is dropped" in capsys.readouterr().err

@@ -272,7 +272,7 @@ class TestVocabulariesToldApart:
     def test_two_models_have_one_vocabulary(self, folder, tmp_path):
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
         write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
-        with pytest.raises(ValueError, match="generator/tokenizer.json: another vocabulary than that of"):
+        with pytest.raises(ValueError, match="generator/tokenizer.json: must have the same vocabulary as"):
             import_(mixed, out=tmp_path / "run")
         for role in ("discriminator", "generator"):
             write_tokenizer(mixed / role, Tokenizer(write_vocab(tmp_path / "large.txt", *map(str, range(3000)))), 512)
@@ -287,7 +287,7 @@ class TestVocabulariesToldApart:
             lambda: evaluate(run, folder / "same"),
             lambda: pretrain(folder / "same", config=tiny_config(), out=run),
         ):
-            with pytest.raises(FileNotFoundError, match="tokenizer: missing; a run keeps its tokenizer there"):
+            with pytest.raises(FileNotFoundError, match="tokenizer: no such folder; copy the run's tokenizer back"):
                 use()
 
 

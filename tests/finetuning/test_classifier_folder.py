@@ -239,7 +239,7 @@ def test_a_deberta_classifier_from_elsewhere_predicts(tmp_path, tiny_vocab):
         DebertaV2ForSequenceClassification(config).save_pretrained(folder)
         if activation == "gelu":
             np.testing.assert_allclose(ef.load(folder).outputs(PAIRS), their_logits(folder, PAIRS), atol=1e-5)
-    with pytest.raises(InputError, match="pooler_hidden_act = 'tanh' is not supported; it must be "):
+    with pytest.raises(InputError, match="pooler_hidden_act = 'tanh': must be "):
         ef.load(folder)
 
 
@@ -253,10 +253,12 @@ def test_a_head_that_computes_something_else_is_refused(tmp_path, form):
         config.update({"pad_token_id": 0, "classifier_activation": "gelu"} | changes)
         getattr(transformers, f"ModernBertFor{form}")(config).save_pretrained(tmp_path)
         ((name, value),) = changes.items()
-        with pytest.raises(InputError, match=f"{path}: {name} = {value!r} is not supported; it must be "):
+        with pytest.raises(InputError, match=f"{path}: {name} = {value!r}: must be "):
             ef.load(tmp_path)
     path.write_text(path.read_text().replace('"classifier_bias": true', '"classifier_bias": false'))
-    with pytest.raises(InputError, match="tensor head.dense.bias is no part of the head that config.json describes"):
+    with pytest.raises(
+        InputError, match="tensor head.dense.bias does not belong to the head that config.json describes"
+    ):
         ef.load(tmp_path)
 
 

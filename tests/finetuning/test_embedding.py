@@ -105,7 +105,7 @@ def test_what_sentence_transformers_saved_counts(encoder_folder, tmp_path):
     found = save(three[:2], {"pooling_mode": ["mean"]}, sentence_bert_config={}, config_sentence_transformers=prompts)
     np.testing.assert_allclose(found, plain.encode([f"name: {text}" for text in TEXTS]), atol=1e-5)
     for kinds, pooling in (((*three, "Dense"), {}), (three, {"pooling_mode": "max"}), (three, {"pooling_mode": []})):
-        with pytest.raises(ValueError, match="computed here"):
+        with pytest.raises(ValueError, match="use sentence-transformers"):
             save(kinds, pooling)
 
 

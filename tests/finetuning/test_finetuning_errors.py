@@ -202,7 +202,7 @@ def test_the_model_and_the_keys_are_checked_before_the_data(encoder_folder, tmp_
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         ef.finetune(model=tmp_path / "nowhere", **arguments)
     (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
-    with pytest.raises(InputError, match=r"model_type = 'deberta' is DeBERTa V1; only V2 and V3 \(deberta-v2\) are"):
+    with pytest.raises(InputError, match=r"model_type = 'deberta' \(DeBERTa V1\): must be deberta-v2"):
         ef.finetune(model=tmp_path, **arguments)
     with pytest.raises(InputError, match="finetune.epochs is given twice"):
         ef.finetune(encoder_folder, **arguments, epochs=1, overrides={"finetune.epochs": 2})

@@ -76,7 +76,7 @@ class TestFinetuning:
         told = capsys.readouterr().err
         seconds = "(a part of a step takes 0.2 s in fp32, 0.1 s in bf16)"
         assert f"sst2: finetune.precision = auto: bf16 {seconds}" in told
-        assert f"sst2: finetune.matmul = auto: {ONEDNN} (time of fp32 products by torch's default" in told
+        assert f"sst2: finetune.matmul = auto: {ONEDNN} (time of fp32 products with torch's default" in told
         finetune(tmp_path / "run")
         capsys.readouterr()
         timed(2.0, 0.1, 0.2)  # whatever measurements would find now

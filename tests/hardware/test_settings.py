@@ -100,7 +100,9 @@ class TestMeasurement:
         err = said(capsys)
         line = "forward and backward passes of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
         assert f"train.precision = auto: bf16 ({line})" in err
-        line = "time of fp32 products by torch's default, relative to oneDNN: " + ", ".join(f"{k} 2.50" for k in KINDS)
+        line = "time of fp32 products with torch's default, relative to oneDNN: " + ", ".join(
+            f"{k} 2.50" for k in KINDS
+        )
         assert f"train.matmul = auto: onednn ({line})" in err and used == {"onednn"}
         expected = CHOSEN | {"train.precision": "bf16", "train.matmul": "onednn"}
         assert hardware_values(out) == hardware_values(checkpoint_folder.latest(out)) == expected

@@ -212,21 +212,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
             import_(tmp_path / "model", out=tmp_path / "run", generator=generator, mlm=mlm)
         assert not (tmp_path / "run").exists()
 
-    refused("small", "mlm has no generator; give --generator small or --mlm", mlm=True)
+    refused("small", "--mlm trains without a generator; remove --mlm or --generator small", mlm=True)
 
-    refused(None, "model: only the discriminator; training needs the generator too; make one with --generator small")
+    refused(
+        None, "model: has only the discriminator; training needs the generator too; create one with --generator small"
+    )
     for number in (0, 5):
-        refused(f"same-layers:{number}", f"'same-layers:{number}': .*model has 4 layers; give a number from 1 to 4")
-    refused("smal", "generator = 'smal' must be small, same-layers:N or the folder of a model")
-    refused(tmp_path / "model", "model: only the discriminator; a generator predicts masked tokens")
+        refused(
+            f"same-layers:{number}",
+            f"'same-layers:{number}': .*must have from 1 to 4 layers, as many as .*model has at most",
+        )
+    refused("smal", "generator = 'smal': must be small, same-layers:N or the folder of a model")
+    refused(tmp_path / "model", "model: has only the discriminator, but a generator must predict masked tokens; pass a")
     changes: dict[str, tuple[str, dict[str, Any], str]] = {
         "headless": ("ElectraModel", {}, "headless: an encoder without a masked-language-model head"),
         "others": ("ModernBertForMaskedLM", {}, "others: architecture = 'modernbert', but the discriminator's is"),
         "more": ("ElectraForMaskedLM", {"vocab_size": 240}, "more: vocab_size = 240, but the discriminator's is 200"),
         "odd": ("ElectraForMaskedLM", {"intermediate_size": 60}, "odd: intermediate_size = 60, but generator.fraction"),
         "wide": ("ElectraForMaskedLM", {"num_attention_heads": 8}, "the generator .*wide: generator.fraction = 2"),
-        "words": ("ElectraForMaskedLM", {}, "words/vocab.txt: another vocabulary than that of .*model/vocab.txt"),
-        "none": ("ElectraForMaskedLM", {}, "none: holds no tokenizer"),
+        "words": ("ElectraForMaskedLM", {}, "words/vocab.txt: must have the same vocabulary as .*model/vocab.txt"),
+        "none": ("ElectraForMaskedLM", {}, "none: has no tokenizer"),
     }
     for folder, (name, settings, message) in changes.items():
         hf_folder(tmp_path / folder, name, **settings)

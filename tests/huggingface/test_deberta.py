@@ -165,5 +165,5 @@ def test_a_damaged_file_of_a_release_is_named(tmp_path: Path, name: str) -> None
     released(tmp_path / "v3")
     path = tmp_path / "v3" / name
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=f"{name}: not a complete file of tensors alone"):
+    with pytest.raises(ValueError, match=f"{name}: not a complete file of tensors"):
         read_model(tmp_path / "v3")

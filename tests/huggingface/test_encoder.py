@@ -203,7 +203,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> No
     tensors = load_file(tmp_path / "model.safetensors")
     name = "encoder.layer.0.attention.self.query.weight"
     save_file(tensors | {name: (100 * tensors[name]).to(dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"tensor {name} is {dtype}, which is quantized".replace("torch.", "")):
+    with pytest.raises(ValueError, match=f"tensor {name} is quantized \\({dtype}\\)".replace("torch.", "")):
         load_encoder(tmp_path)
 
 
@@ -407,7 +407,7 @@ def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
     first, second = (tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
     expect = partial(expect_line, tmp_path)
     index.write_text(json.dumps({"weight_map": places | {"more.weight": first.name}}), encoding="utf-8")
-    expect(f"{index}: more.weight is in none of the files that it names")
+    expect(f"{index}: more.weight is in none of the listed files")
     index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
     second.unlink()
     expect(f"{second}: no such file; 1 of the 2 files of {index.name} are missing")
@@ -431,7 +431,7 @@ def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
     binary = tmp_path / "pytorch_model.bin"
     tensors = load_file(stored)
     stored.unlink()
-    broken = f"{binary}: not a complete file of tensors alone: torch.load(weights_only=True) raises "
+    broken = f"{binary}: not a complete file of tensors (torch.load(weights_only=True) raises "
     torch.save(tensors, binary)
     whole = binary.read_bytes()
     for content in (b"", b"version https://git-lfs.github.com/spec/v1\n", pickle.dumps(Other()), whole[:-1000]):
@@ -439,7 +439,7 @@ def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
         expect_line(tmp_path, broken)
     for content in (list(tensors), {"model": tensors}, tensors | {"epoch": 3}):
         torch.save(content, binary)
-        expect_line(tmp_path, f"{binary}: holds something else than a table of tensors")
+        expect_line(tmp_path, f"{binary}: expected a state dict")
     name = "encoder.layer.1.output.dense.bias"
     torch.save(tensors | {name: torch.full((64,), torch.nan)}, binary)
     expect_line(tmp_path, f"{binary}: {name} has NaN or infinite values")
@@ -450,13 +450,13 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     export(tmp_path / "run", out=tmp_path / "out")
     hf_folder(tmp_path / "base", "ElectraModel")
-    with pytest.raises(ValueError, match="step-3: has no discriminator, only the generator"):
+    with pytest.raises(ValueError, match="step-3: has no discriminator; available: generator"):
         load_encoder(tmp_path / "mlm", "discriminator")
-    with pytest.raises(ValueError, match="ElectraForPreTraining'.; a generator is ElectraForMaskedLM"):
+    with pytest.raises(ValueError, match="ElectraForPreTraining'.: must be ElectraForMaskedLM for a generator"):
         load_encoder(tmp_path / "out" / "discriminator", "generator")
     assert load_encoder(tmp_path / "base", "discriminator").shape == load_encoder(tmp_path / "base").shape
     shutil.rmtree(tmp_path / "out" / "generator")
-    with pytest.raises(ValueError, match="out: has no generator, only the discriminator"):
+    with pytest.raises(ValueError, match="out: has no generator; available: discriminator"):
         load_encoder(tmp_path / "out", "generator")
 
 
@@ -480,7 +480,7 @@ REFUSED: dict[str, dict[str, object]] = {
 def test_a_setting_that_changes_outputs_is_refused(tmp_path: Path, model_type: str) -> None:
     for key, value in REFUSED[model_type].items():
         others = DEBERTA if model_type == "deberta-v2" else {}
-        with pytest.raises(ValueError, match=f"{key} = {re.escape(repr(value))} is not supported; it must be "):
+        with pytest.raises(ValueError, match=f"{key} = {re.escape(repr(value))}: must be "):
             check_settings(tmp_path, {"model_type": model_type} | others | {key: value})
 
 
@@ -488,7 +488,7 @@ def test_a_setting_that_changes_outputs_is_refused(tmp_path: Path, model_type: s
 def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key: str) -> None:
     table = {name: value for name, value in DEBERTA.items() if name != key}
     default = {"position_biased_input": "True", "pos_att_type": "None", "norm_rel_ebd": "'none'"}.get(key, "False")
-    with pytest.raises(ValueError, match=f"{key} = {default} is not supported; it must be "):
+    with pytest.raises(ValueError, match=f"{key} = {default}: must be "):
         check_settings(tmp_path, {"model_type": "deberta-v2"} | table)
 
 
@@ -498,38 +498,42 @@ def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key
         (
             "BertModel",
             {"model_type": "xlnet"},
-            "model_type = 'xlnet' must be one of electra, modernbert, deberta-v2, be",
+            "model_type = 'xlnet': must be one of electra, modernbert, deberta-v2, be",
         ),
-        ("BertModel", {"model_type": "deberta"}, "model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) a"),
+        ("BertModel", {"model_type": "deberta"}, "model_type = 'deberta' (DeBERTa V1): must be deberta-v2 (DeBERTa"),
         ("DebertaV2Model", {"position_buckets": 1}, "model.position_buckets = 1: must be at least 2"),
         (
             "DebertaV2Model",
             {"position_buckets": 32},
-            "rel_embeddings.weight has shape [32, 64], but config.json says [6",
+            "rel_embeddings.weight: expected shape [64, 64] as in config.json",
         ),
         (
             "DebertaV2Model",
             {"max_relative_positions": 32},
-            "max_relative_positions = 32 is not supported; it must be 64",
+            "max_relative_positions = 32: must be 64",
         ),
-        ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size = 8 is not supported; it must be 16 (hidd"),
+        ("DebertaV2Model", {"attention_head_size": 8}, "attention_head_size = 8: must be 16 (hidd"),
         ("DebertaV2Model", {"conv_kernel_size": 4}, "model.conv_kernel_size = 4: must be odd"),
-        ("DebertaV2Model", {"embedding_size": 32}, "word_embeddings.weight has shape [200, 64], but config.json says"),
-        ("BertModel", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported; it must be 'gelu' or 'ge"),
+        (
+            "DebertaV2Model",
+            {"embedding_size": 32},
+            "word_embeddings.weight: expected shape [200, 32] as in config.json",
+        ),
+        ("BertModel", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new': must be 'gelu' or 'ge"),
         ("BertModel", {"hidden_size": "64"}, "model.hidden_size = '64': must be an integer"),
         ("BertModel", {"num_hidden_layers": 5}, ": tensor encoder.layer.4.attention.self.query.weight is missing"),
         ("BertForMaskedLM", {"num_hidden_layers": 5}, ": tensor bert.encoder.layer.4.attention.self.query.weight is"),
-        ("RobertaModel", {"max_position_embeddings": 60}, "tensor embeddings.position_embeddings.weight has shape [64"),
-        ("RobertaModel", {"type_vocab_size": 1}, "tensor embeddings.token_type_embeddings.weight has shape [2, 64], "),
-        ("RobertaModel", {"pad_token_id": None}, "pad_token_id = None must be an id"),
-        ("DistilBertForMaskedLM", {"hidden_dim": 9}, "tensor distilbert.transformer.layer.0.ffn.lin1.weight has shape"),
+        ("RobertaModel", {"max_position_embeddings": 60}, "tensor embeddings.position_embeddings.weight: expected"),
+        ("RobertaModel", {"type_vocab_size": 1}, "tensor embeddings.token_type_embeddings.weight: expected"),
+        ("RobertaModel", {"pad_token_id": None}, "pad_token_id = None: must be an id"),
+        ("DistilBertForMaskedLM", {"hidden_dim": 9}, "tensor distilbert.transformer.layer.0.ffn.lin1.weight: exp"),
         ("ElectraModel", {"num_attention_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 64"),
-        ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight has shape [200, 32], but config.json says [201"),
-        ("BertModel", {"layer_norm_eps": 0.0}, "layer_norm_eps = 0 is not supported"),
-        ("BertModel", {"layer_norm_eps": float("inf")}, "norm_eps = inf must be"),
+        ("ElectraModel", {"vocab_size": 201}, "word_embeddings.weight: expected shape [201, 32] as in config"),
+        ("BertModel", {"layer_norm_eps": 0.0}, "layer_norm_eps = 0: must be above 0"),
+        ("BertModel", {"layer_norm_eps": float("inf")}, "norm_eps = inf: must be"),
         ("BertModel", {"hidden_dropout_prob": 1.5}, "model.dropout = 1.5: must be at least 0 and at most 0.99"),
         ("DistilBertModel", {"num_hidden_layers": 2}, "n_layers = 4, but num_hidden_layers = 2; keep one of them"),
-        ("ModernBertModel", {"norm_eps": float("nan")}, "norm_eps = nan must be"),
+        ("ModernBertModel", {"norm_eps": float("nan")}, "norm_eps = nan: must be"),
         ("ModernBertModel", {"rope_parameters": {"rope_theta": 9.0}}, "rope_parameters: rope_theta is not supported"),
         ("ModernBertModel", {"rope_parameters": {"full_attention": {"factor": 2.0}}}, "rope_parameters: factor is not"),
         ("ModernBertModel", {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "rope_type = 'linear' o"),
@@ -552,7 +556,7 @@ def test_a_config_that_does_not_fit_is_named(
 def test_missing_files_are_named(tmp_path: Path) -> None:
     hf_folder(tmp_path / "model", "ElectraForPreTraining")
     config, stored, vocab = (tmp_path / "model" / x for x in ("config.json", "model.safetensors", "vocab.txt"))
-    with pytest.raises(FileNotFoundError, match="none: no such folder; name a run, a checkpoint or a Hugging Face"):
+    with pytest.raises(FileNotFoundError, match="none: no such folder; pass a run, a checkpoint or a Hugging Face"):
         load_encoder(tmp_path / "none")
     tensors = load_file(stored)
     name = "electra.embeddings.LayerNorm.bias"
@@ -564,7 +568,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has 201 entries, but the model has 200; put the model's own tokenizer"):
         load_encoder(tmp_path / "model")
     vocab.unlink()
-    missing = "model: holds no tokenizer.json, vocab.txt or spm.model; "
+    missing = "model: has no tokenizer.json, vocab.txt or spm.model; "
     with pytest.raises(FileNotFoundError, match=f"{missing}put its tokenizer.json or vocab.txt there"):
         load_encoder(tmp_path / "model")
     for name in ("sentencepiece.bpe.model", "vocab.json"):

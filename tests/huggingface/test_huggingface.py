@@ -225,10 +225,10 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
             read_model(tmp_path / "out")
 
     name = "model.layers.1.attn.Wqkv.weight"
-    expect(tensors | {name: tensors[name][:100].clone()}, f"tensor {name} has shape [100, 64], but config.json says [1")
+    expect(tensors | {name: tensors[name][:100].clone()}, f"tensor {name}: expected shape [1")
     table = "model.embeddings.tok_embeddings.weight"
     random = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
-    expect(tensors | {table: random}, "the embedding table is no longer the product of one of width 48")
+    expect(tensors | {table: random}, "the embedding table is no longer the product of a table of width 48")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="model.safetensors: not a complete safetensors file"):
         read_model(tmp_path / "out")

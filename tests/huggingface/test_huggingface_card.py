@@ -58,7 +58,7 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
             counts += f" in `AutoModel`, {whole.num_parameters():,} with the head"
         assert f"- {counts}\n" in card.text and f"Class in `transformers`: `{name}`." in card.text
         assert f"vocabulary of {encoder.config.vocab_size}" in card.text
-        assert f"trained on rows of {length} tokens: positions from {length} on were not trained at all" in card.text
+        assert f"trained on rows of {length} tokens; positions from {length} on were not trained\n" in card.text
         assert "unigram_auc" not in card.text and not {"language", "license"} & front.keys()
 
 
@@ -76,18 +76,19 @@ def test_cards_say_what_they_are_told(tmp_path: Path, whole_run: Path, told: dic
         automatic = {key: front[key] for key in ("library_name", "tags", "pipeline_tag") if key in front}
         assert front == entries | automatic
         assert card.data.library_name == "transformers"
-        said = f"AUC {evaluation['unigram_auc']:.3f} on replacements drawn by frequency in validation text, at step 24"
-        assert (said in card.text) == (role == "discriminator")
+        replacements = "with replacements sampled by token frequency, at step 24"
+        line = f"AUC {evaluation['unigram_auc']:.3f} on the validation set, {replacements}"
+        assert (line in card.text) == (role == "discriminator")
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"language": ["Hungarian"]}, "language 'Hungarian' is not a code such as hu, en or zh-Hant"),
+        ({"language": ["Hungarian"]}, "language = 'Hungarian': must be a code such as hu, en or zh-Hant"),
         ({"language": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
-        ({"license": "Apache 2.0"}, "license 'Apache 2.0' is not an identifier such as apache-2.0"),
-        ({"dataset": ["texts/de/part"]}, "'texts/de/part' is not a name on the Hugging Face Hub, such as owner/name"),
-        ({"base_model": "./model"}, "'./model' is not a name on the Hugging Face Hub"),
+        ({"license": "Apache 2.0"}, "license = 'Apache 2.0': must be an identifier such as apache-2.0"),
+        ({"dataset": ["texts/de/part"]}, "'texts/de/part': must be a name on the Hugging Face Hub, such as owner/name"),
+        ({"base_model": "./model"}, "'./model': must be a name on the Hugging Face Hub"),
     ],
 )
 def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:

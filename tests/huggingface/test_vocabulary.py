@@ -116,7 +116,7 @@ def test_all_tables_have_the_rows_of_the_same_entries(
             assert torch.equal(row, rows[ids[0]]) if len(ids) == 1 else torch.allclose(row, rows[ids].mean(0))
         assert torch.allclose(after[name][-1], rows.mean(0), atol=1e-6) and len(after[name]) == 13
     assert changed.config.differences(model.config).keys() == {"model.vocab_size"}
-    assert "200 entries become 13: 9 keep a row, 3 begin as the mean of several, 1 begin as the mean of all; " in said
+    assert "200 entries become 13: 9 keep a row, 3 start as the mean of several, 1 start as the mean of all; " in said
 
 
 def test_the_same_entries_change_nothing_and_padding_is_no_part_of_a_mean(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from electra_fast.config.config import OptimizerConfig
 from electra_fast.ops import branches
-from electra_fast.ops.branches import Beside, on_branch, use_branches
+from electra_fast.ops.branches import Branch, on_branch, use_branches
 from electra_fast.ops.operations import use_choices
 from electra_fast.optimizers import rules
 from electra_fast.optimizers.optimizer import Optimizer
@@ -138,8 +138,8 @@ def network():
     x = torch.ones(3, 3)
 
     def double(x):
-        beside = Beside(torch.mul, x, 2.0)
-        return x + 1, beside.result()
+        branch = Branch(torch.mul, x, 2.0)
+        return x + 1, branch.result()
 
     def work():
         y, z = on_branch(double, x * 2)

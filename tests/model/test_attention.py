@@ -337,6 +337,6 @@ def check_dropout(q: Tensor, k: Tensor, ones: Tensor, mask: AttentionMask, toler
 
 def test_dropout_without_support_is_an_error() -> None:
     mask = AttentionMask.packed(*ragged(), "flex")
-    message = 'attention backend "flex" has no dropout; set model.attention_dropout = 0.0'
+    message = 'model.attention = "flex": has no dropout; set model.attention_dropout = 0.0'
     with pytest.raises(ValueError, match=message):
         attend(*random_qkv(torch.float32), mask, 0.1)

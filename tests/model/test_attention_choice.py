@@ -38,22 +38,22 @@ def chosen(
 @pytest.mark.parametrize(
     ("backend", "changes", "missing"),
     [
-        ("varlen", {"device": CPU}, "a CUDA device, and this is cpu"),
-        ("short", {"device": CPU}, "a CUDA device, and this is cpu"),
-        ("xformers", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
-        ("short", {"dtype": torch.float32}, "16-bit activations, and these are torch.float32; set train.precision"),
+        ("varlen", {"device": CPU}, "a CUDA device, not cpu"),
+        ("short", {"device": CPU}, "a CUDA device, not cpu"),
+        ("xformers", {"dtype": torch.float32}, "16-bit activations, not torch.float32; set train.precision"),
+        ("short", {"dtype": torch.float32}, "16-bit activations, not torch.float32; set train.precision"),
         ("flex", {"attention_dropout": 0.1}, "model.attention_dropout = 0.0"),
         ("xformers", {"local_attention": 8, "architecture": "modernbert"}, "model.local_attention = 0"),
-        ("short", {}, "rows of at most 512 tokens, and these differ in length"),
-        ("short", {"row_length": 513}, "rows of at most 512 tokens, and these have 513"),
-        ("short", {"row_length": 128, "num_heads": 2}, "heads of at most 64 dimensions, and these have 128"),
-        ("varlen", {"hidden_size": 16}, "heads of a multiple of 8 dimensions, and these have 4"),
+        ("short", {}, "rows of one length up to 512 tokens, not different lengths"),
+        ("short", {"row_length": 513}, "rows of one length up to 512 tokens, not 513"),
+        ("short", {"row_length": 128, "num_heads": 2}, "a head dimension of at most 64, not 128"),
+        ("varlen", {"hidden_size": 16}, "a head dimension that is a multiple of 8, not 4"),
     ],
 )
 def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError) as error:
         chosen(backend, **changes)
-    assert str(error.value).startswith(f'model.attention = "{backend}" needs {missing}')
+    assert str(error.value).startswith(f'model.attention = "{backend}": needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
 
 

@@ -98,15 +98,15 @@ def test_names_what_is_missing(package: types.ModuleType, monkeypatch: pytest.Mo
         flash_attention_4.missing(hopper, 64) is None and flash_attention_4.missing(Card("B200", (10, 0)), 128) is None
     )
     for card in (Card("A100", (8, 0)), Card("RTX 5090", (12, 0)), Card("MI300X", (9, 4), is_rocm=True, gfx="gfx942")):
-        assert f"a GPU of Hopper or Blackwell, for gradients in a fixed order, and this is {card.name}" == (
+        assert f"a Hopper or Blackwell GPU, which sums gradients in a fixed order, not {card.name}" == (
             flash_attention_4.missing(card, 64)
         )
     for head_dim in (136, 12):
         assert "heads of a multiple of 8" in str(flash_attention_4.missing(hopper, head_dim))
     monkeypatch.setattr(package, "_flash_attn_fwd", math.sin)
-    assert "this one does not: TypeError: " in str(flash_attention_4.missing(hopper, 64))
+    assert "the installed one fails: TypeError: " in str(flash_attention_4.missing(hopper, 64))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    assert "this one does not: ModuleNotFoundError" in str(flash_attention_4.missing(hopper, 64))
+    assert "the installed one fails: ModuleNotFoundError" in str(flash_attention_4.missing(hopper, 64))
     monkeypatch.undo()
     if "flash-attn-4" not in {distribution.name for distribution in metadata.distributions()}:
         assert (

@@ -106,7 +106,7 @@ def test_threads_may_overlap(processor, before):
 def test_without_avx512_or_with_amx_there_is_no_choice(processor, capabilities):
     processor(*capabilities)
     assert choose_matmul(AUTO, CPU) == choose_matmul(DEFAULT, CPU) == DEFAULT
-    refused = 'matmul = "onednn" needs a processor with AVX-512 and without AMX, .*set "default"'
+    refused = 'matmul = "onednn": requires AVX-512 without AMX, .*set "default"'
     with pytest.raises(InputError, match=refused):
         choose_matmul(ONEDNN, CPU)
     with pytest.raises(InputError, match=refused), use_matmul(ONEDNN):
@@ -118,7 +118,7 @@ def test_the_choice_is_that_of_a_cpu(processor):
     assert [choose_matmul(name, CPU) for name in (AUTO, DEFAULT, ONEDNN)] == [AUTO, DEFAULT, ONEDNN]
     cuda = torch.device("cuda")
     assert choose_matmul(AUTO, cuda) == choose_matmul(DEFAULT, cuda) == DEFAULT
-    with pytest.raises(InputError, match='matmul = "onednn" is of products on a CPU, and this is cuda; set "auto"'):
+    with pytest.raises(InputError, match='matmul = "onednn": requires a CPU, not cuda; set "auto"'):
         choose_matmul(ONEDNN, cuda)
 
 
@@ -136,7 +136,7 @@ def test_the_clearly_faster_library_is_chosen():
     seconds = {name: dict(zip(KINDS, times, strict=True)) for name, times in mixed.items()}
     assert MatmulMeasurement(seconds, 0.0).fastest == DEFAULT
     ratios = "forward 2.00, input gradient 2.00, weight gradient 2.00"
-    assert str(measured(2.0, 1.0)) == f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
+    assert str(measured(2.0, 1.0)) == f"time of fp32 products with torch's default, relative to oneDNN: {ratios}"
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)

@@ -160,9 +160,9 @@ def test_weights_that_are_no_distribution_are_refused() -> None:
     for weights, message in (
         ([0.0, 0.0], "the weights of all 2 entries are 0"),
         ([], "the weights of all 0 entries are 0"),
-        ([1.0, -0.5], "the weight of entry 1 is -0.5"),
-        ([math.nan, 1.0], "the weight of entry 0 is nan"),
-        ([1.0, 2.0, math.inf], "the weight of entry 2 is inf"),
+        ([1.0, -0.5], "weight of entry 1 = -0.5: must be finite"),
+        ([math.nan, 1.0], "weight of entry 0 = nan: must be finite"),
+        ([1.0, 2.0, math.inf], "weight of entry 2 = inf: must be finite"),
     ):
         with pytest.raises(InputError, match=message):
             alias_table(torch.tensor(weights))

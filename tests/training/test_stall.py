@@ -125,7 +125,7 @@ def test_imported_model_gets_no_advice_for_new_runs(whole_run, validation_corpus
         result = plan(validation_corpus, config=tmp_path / name / "config.toml", tokens_per_second=64)
         heard[name] = [capfd.readouterr().err, str(result)]
         card = (export(tmp_path / name, out=tmp_path / f"{name}-model").out / "discriminator/README.md").read_text()
-        assert ("(`unigram_auc`, no measure of gain)" in card) == (name == "imported")
+        assert ("(`unigram_auc`, not a measure of progress)" in card) == (name == "imported")
     new, imported = (" ".join(messages) for messages in heard.values())
     beginning = ("vocab --size", "prepare with", "has stalled", "start again", "--recipe modern", "add text", " yet:")
     assert [phrase for phrase in beginning if phrase not in new] == []

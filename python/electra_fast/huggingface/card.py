@@ -1,6 +1,6 @@
 """The model card of an exported folder: a README.md with Hugging Face's front matter.
 
-`export` reads what the source records about the model's training, its `Origin`. The card states only this and the
+`export` reads the source's record of the model's training, its `Origin`. The card states only this and the
 configuration.
 """
 
@@ -24,12 +24,12 @@ from electra_fast.objectives import objective_of
 class Origin:
     """A model's training, as far as its source records it."""
 
-    token_type_1_trained: bool  # here or before an import
-    steps: int = 0  # taken; 0 for a folder or an imported run, which record no training
-    num_steps: int = 0  # of the whole run
-    imported: bool = False  # the run started from Hugging Face folders
+    token_type_1_trained: bool  # in this run or before an import
+    steps: int = 0  # completed steps; 0 for a folder or an imported run, which record no training
+    num_steps: int = 0  # steps of the whole run
+    imported: bool = False  # True if the run started from Hugging Face folders
     tokens: int | None = None
-    corpus: str | None = None  # its content hash
+    corpus: str | None = None  # content hash
     comparable_auc: tuple[int, float] | None = None  # step and `unigram_auc` of the last evaluation
 
 
@@ -39,18 +39,18 @@ def metadata(
     datasets: Sequence[str] = (),
     base_model: str | None = None,
 ) -> dict[str, Any]:
-    """Returns what `front_matter` has about a model's origin.
+    """Returns the entries of `front_matter` about a model's origin.
 
-    Raises ValueError for what is no language code, no license identifier, or no name on the Hub.
+    Raises ValueError for an invalid language code, license identifier or name on the Hub.
     """
     for code in languages:
         if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code", code):
-            raise InputError(f"language {code!r} is not a code such as hu, en or zh-Hant")
+            raise InputError(f"language = {code!r}: must be a code such as hu, en or zh-Hant")
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        raise InputError(f"license {license!r} is not an identifier such as apache-2.0, mit or cc-by-4.0")
+        raise InputError(f"license = {license!r}: must be an identifier such as apache-2.0, mit or cc-by-4.0")
     for name in (*datasets, *([] if base_model is None else [base_model])):
         if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
-            raise InputError(f"{name!r} is not a name on the Hugging Face Hub, such as owner/name")
+            raise InputError(f"{name!r}: must be a name on the Hugging Face Hub, such as owner/name")
     entries = {"language": [*languages], "license": license, "datasets": [*datasets], "base_model": base_model}
     return {name: value for name, value in entries.items() if value}
 
@@ -58,7 +58,7 @@ def metadata(
 def front_matter(fields: Mapping[str, Any]) -> str:
     """Returns the block of YAML at the head of a card.
 
-    Values are written as JSON, which is YAML: bare, the code of Norwegian would be read as false.
+    Values are written as JSON, which is also YAML: without quotes, YAML reads the code of Norwegian, no, as false.
     """
     lines = (f"{name}: {printable(json.dumps(value, ensure_ascii=False))}" for name, value in fields.items())
     return "\n".join(("---", *lines, "---"))
@@ -74,9 +74,9 @@ def model_card(
     headless: bool = False,
     has_onnx: bool = False,
 ) -> str:
-    """Returns the README.md of the folder of a role, or of its encoder alone.
+    """Returns the README.md for a role's folder, or for its encoder alone.
 
-    `num_parameters` are those of the encoder and of the whole model; `about` is from `metadata`.
+    `num_parameters` are the counts for the encoder and for the whole model; `about` comes from `metadata`.
     """
     architecture = class_of(config.model.architecture, role, headless)
     title, summary = objective_of(config).describe(role)
@@ -95,7 +95,7 @@ def model_card(
 def _fields(config: Config, role: str, headless: bool) -> dict[str, Any]:
     task = {"discriminator": "replaced-token-detection", "encoder": "masked-lm", "generator": "fill-mask"}[role]
     architecture = config.model.architecture
-    # The pipeline would leave out the enhanced mask decoder of `deberta`.
+    # The pipeline would skip the enhanced mask decoder of `deberta`.
     has_fill = role == "encoder" or (role == "generator" and architecture != "deberta")
     pipeline = "feature-extraction" if headless else "fill-mask" if has_fill else None
     if role == "discriminator" and architecture == "modernbert" and not headless:
@@ -112,15 +112,15 @@ def _sizes(config: Config, role: str, num_parameters: tuple[int, int], origin: O
     yield f"- {encoder:,} parameters" + (f" in `AutoModel`, {whole:,} with the head" if whole > encoder else "")
     yield f"- {shape.num_layers} layers of width {shape.hidden_size}, {shape.num_heads} attention heads"
     yield f"- feed-forward width {shape.intermediate_size}, embeddings of {shape.embedding_size}"
-    yield f"- vocabulary of {shape.vocab_size:,}, at most {shape.max_positions:,} positions"
+    yield f"- vocabulary of {shape.vocab_size:,} entries, at most {shape.max_positions:,} positions"
     if origin.steps and length < shape.max_positions:
-        where = "here" if origin.imported else "at all"
-        yield f"- trained on rows of {length:,} tokens: positions from {length:,} on were not trained {where}"
+        where = " here" if origin.imported else ""
+        yield f"- trained on rows of {length:,} tokens; positions from {length:,} on were not trained{where}"
 
 
 def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     if not origin.steps:
-        yield "Exported from Hugging Face folders, whose own cards describe the training."
+        yield "Exported from Hugging Face folders; their model cards describe the training."
         return
     data = config.data
     optimizer = config.optimizer
@@ -130,19 +130,19 @@ def _training(config: Config, role: str, origin: Origin) -> Iterator[str]:
     if origin.steps < origin.num_steps:
         yield "- exported before its training was finished"
     if origin.imported:
-        yield "- continued from an imported model: its earlier training is not counted here"
+        yield "- continued from an imported model, whose earlier training is not counted here"
     if origin.tokens is not None:
         yield f"- {origin.tokens:,} tokens seen"
     if origin.comparable_auc is not None and role == "discriminator":
         step, auc = origin.comparable_auc
-        use = "no measure of gain" if origin.imported else "comparable between models on the same text"
+        use = "not a measure of progress" if origin.imported else "comparable between models on the same text"
         yield (
-            f"- AUC {auc:.3f} on replacements drawn by frequency in validation text, at step {step:,} (`unigram_auc`, "
-            f"{use})"
+            f"- AUC {auc:.3f} on the validation set, with replacements sampled by token frequency, at step {step:,} "
+            f"(`unigram_auc`, {use})"
         )
     if origin.corpus is not None:
         yield f"- corpus with content hash `{printable(origin.corpus)}`"
-    yield f"- masking `{data.masking}` of {data.mask_prob:.0%} of the tokens, packing `{data.packing}`"
+    yield f"- masking `{data.masking}` for {data.mask_prob:.0%} of the tokens, packing `{data.packing}`"
     yield (
         f"- optimizer `{optimizer.name}`, peak learning rate {optimizer.learning_rate:g}, "
         f"{optimizer.warmup_steps:,} steps of warmup, weight decay {optimizer.weight_decay:g}"
@@ -194,33 +194,33 @@ def _use(architecture: str, role: str, headless: bool, has_onnx: bool) -> str:
     if headless:
         number = ", num_labels=2"
         parts = [
-            "To fine-tune it with a new head, here for two classes of texts:",
+            "To fine-tune the encoder with a new head, here for two classes:",
             _LOADING.format(name="AutoModelForSequenceClassification", more=number),
-            "The mean of the last hidden states embeds a text. Embeddings compare well only after training on pairs of "
-            "texts:",
+            "The mean of the last hidden states is an embedding of a text. Embeddings are comparable only after "
+            "training on pairs of texts:",
             _EMBEDDING,
         ]
     elif role == "discriminator":
         of_tokens = _TAGGING if architecture.startswith("Modern") else _LOADING + _DETECTING
         is_deberta = architecture.startswith("Deberta")
         parts = [
-            "`transformers` has no class with the head, `mask_predictions`. " * is_deberta
-            + f"The probability that each {'word' if is_deberta else 'token'} does not belong in its text:",
+            "No class of `transformers` has the head, `mask_predictions`. " * is_deberta
+            + f"To compute the probability that each {'word' if is_deberta else 'token'} was replaced:",
             _DETECTING_WORDS if is_deberta else of_tokens.format(name=architecture, more=""),
-            "or by words: `electra-fast detect path/to/this/folder FILE`. For fine-tuning, take the "
-            "folder encoder/, which was exported with this one.",
+            "For probabilities per word, run `electra-fast detect path/to/this/folder FILE`. For fine-tuning, use the "
+            "folder encoder/ of the same export.",
         ]
     elif role == "generator" and architecture.startswith("Deberta"):
         parts = [
-            "`transformers` lacks the enhanced mask decoder that this model was trained with, so the logits of its "
-            "class differ. The likeliest tokens for a mask:",
+            "`transformers` lacks the enhanced mask decoder with which this model was trained, so the logits of its "
+            "class differ. To predict the most likely tokens for a mask:",
             _FILLING_DEBERTA,
         ]
     else:
-        parts = ["The likeliest tokens for a mask:", _FILLING]
+        parts = ["To predict the most likely tokens for a mask:", _FILLING]
     if has_onnx:
         output = "logits" if role == "discriminator" and not headless else "last hidden states"
-        parts.append(f"`{ONNX_FILE}` computes the same {output} in onnxruntime.")
+        parts.append(f"`{ONNX_FILE}` computes the same {output} with onnxruntime.")
     return "\n\n".join(f"```python\n{part}```" if part.endswith("\n") else part for part in parts)
 
 

@@ -1,7 +1,7 @@
-"""Translation between config.json of `transformers` and our configuration, for all model types.
+"""Translation between the config.json of `transformers` and our configuration, for all model types.
 
-Common settings are translated. Settings that our encoders fix are written on export and checked on import, so that
-models that we would compute differently are rejected.
+Common settings are translated. Settings that are fixed in our encoders are written on export and checked on import, so
+that a model which needs other values is rejected.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from electra_fast.model.networks import networks_of
 
 ONNX_FILE = "model.onnx"
 OWN_KEY = "electra_fast"
-"""Our key in config.json: the run's whole configuration, for `import`."""
+"""Our key in config.json for the run's whole configuration, which `import` reads."""
 TOKEN_TYPE_KEY = "electra_fast_token_type_1_trained"
-"""Our key in config.json: true if token type 1 occurred in training; if not, `export` copied the row of type 0."""
+"""Our key in config.json: false if token type 1 never occurred in training, so that `export` copied the row of type 0.
+"""
 
 MODEL_TYPES: dict[str, Architecture] = {"electra": "bert", "modernbert": "modernbert", "deberta-v2": "deberta"}
 _TYPE_OF: dict[str, str] = {architecture: name for name, architecture in MODEL_TYPES.items()}
@@ -35,18 +36,18 @@ CLASSES = {
     ("bert", "generator"): "ElectraForMaskedLM",
     ("modernbert", "discriminator"): "ModernBertForTokenClassification",
     ("modernbert", "generator"): "ModernBertForMaskedLM",
-    ("deberta", "discriminator"): "ReplacedTokenDetectionModel",  # of the published code; `transformers` has none
+    ("deberta", "discriminator"): "ReplacedTokenDetectionModel",  # in the published code; `transformers` has none
     ("deberta", "generator"): "DebertaV2ForMaskedLM",
-    # Last, since a single folder with a masked language model is read as a generator.
+    # Last, because a single folder with a masked language model is read as a generator.
     ("bert", "encoder"): "ElectraForMaskedLM",
     ("modernbert", "encoder"): "ModernBertForMaskedLM",
     ("deberta", "encoder"): "DebertaV2ForMaskedLM",
 }
 
 DETECTOR_LABELS = ("original", "replaced")
-"""Labels of ModernBERT's detector, a token classifier: two, since `transformers` takes a softmax over them."""
+"""The labels of ModernBERT's detector, a token classifier; two, because `transformers` applies a softmax to them."""
 HEADLESS = {"electra": "ElectraModel", "modernbert": "ModernBertModel", "deberta-v2": "DebertaV2Model"}
-"""Classes of encoders without a head, by model type. Their folders serve any role, with a new head."""
+"""Classes of encoders without a head, by model type. With a new head, their folders can take any role."""
 
 # Hugging Face key: (our key in [model], the default in transformers).
 SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
@@ -89,8 +90,8 @@ SIZE_KEYS: dict[str, dict[str, tuple[str, Scalar]]] = {
 _EPS_KEY = {"bert": "layer_norm_eps", "modernbert": "norm_eps", "deberta": "layer_norm_eps"}
 _GLOBAL = "full_attention"
 _LOCAL = "sliding_attention"
-_UNBOUNDED = 1 << 20  # tokens: the window of a global layer that config.json calls local
-# Fixed settings of our encoders; `settings` has what is accepted.
+_UNBOUNDED = 1 << 20  # window in tokens of a global layer that config.json calls local
+# Fixed settings of our encoders; `settings` lists the accepted values.
 _FIXED: dict[str, dict[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -126,7 +127,7 @@ _FIXED_HEAD: dict[str, dict[str, Any]] = {
 def class_of(architecture: str, role: str, headless: bool = False) -> str:
     """Returns the class of `transformers` for a role, or for its encoder alone.
 
-    A discriminator of DeBERTa has none, so it is that of its encoder, which ignores the head.
+    A DeBERTa discriminator has none, so the class is its encoder's, which ignores the head.
     """
     headless = headless or (architecture, role) == ("deberta", "discriminator")
     return HEADLESS[_TYPE_OF[architecture]] if headless else CLASSES[architecture, role]
@@ -158,13 +159,13 @@ def describe_encoder(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict
     table |= {_EPS_KEY[architecture]: shape.eps, "pad_token_id": special_ids["pad"]}
     table |= {"tie_word_embeddings": not is_multiplied(shape)}
     if architecture == "deberta":
-        # Without `legacy`, the head takes the table as an argument, and transformers 4 would tie another layer to it.
+        # Without `legacy`, the head receives the table as an argument, and transformers 4 would tie another layer.
         table |= dict.fromkeys(("legacy", "tie_word_embeddings"), has_legacy_head(shape))
     return table | _modern_extras(shape, special_ids) if architecture == "modernbert" else table
 
 
 def is_multiplied(shape: ModelConfig) -> bool:
-    """Returns whether a projection is multiplied into the tables of ModernBERT, which has none of its own."""
+    """Returns whether a projection is multiplied into the tables: ModernBERT has no separate one."""
     return shape.architecture == "modernbert" and shape.embedding_size != shape.hidden_size
 
 
@@ -174,7 +175,7 @@ def has_legacy_head(shape: ModelConfig) -> bool:
 
 
 def _modern_extras(shape: ModelConfig, special_ids: Mapping[str, int]) -> dict[str, Any]:
-    """Returns kinds of layers and rotary bases, for transformers 4.48 and later; 5.4 to 5.16 need a local layer."""
+    """Returns layer types and rotary bases for transformers 4.48 and later; 5.4 to 5.16 need a local layer."""
     if not shape.is_local(1):
         local: dict[str, Any] = {"local_attention": _UNBOUNDED, "local_rope_theta": shape.rope_theta}
         shape = dataclasses.replace(shape, global_attention_every=ModelConfig.global_attention_every, **local)
@@ -201,19 +202,20 @@ def role_shape(config: Config, role: str) -> ModelConfig:
 def read_table(folder: Path, role: str | None = None) -> dict[str, Any]:
     """Reads a folder's config.json, with Electra's keys for the `TRANSLATED` model types.
 
-    For a DeBERTaV2 the class, and the number of a generator's layers, are those of its tensors. Raises ValueError
-    unless its model type and, if it is translated, its settings are supported.
+    For a DeBERTaV2, the class and a generator's number of layers are derived from the tensors. Raises ValueError
+    unless the model type and, if it is translated, its settings are supported.
     """
     path = folder / "config.json"
     try:
         table = read_object(path)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; a Hugging Face model folder has one") from None
+        raise FileNotFoundError(f"{error}; a Hugging Face model folder must have one") from None
     model_type = table.get("model_type")
     if model_type == "deberta":
-        raise InputError(f"{path}: model_type = 'deberta' is DeBERTa V1; only V2 and V3 (deberta-v2) are supported")
+        raise InputError(f"{path}: model_type = 'deberta' (DeBERTa V1): must be deberta-v2 (DeBERTa V2 or V3)")
     if not isinstance(model_type, str) or model_type not in {*MODEL_TYPES, *TRANSLATED}:
-        raise InputError(f"{path}: model_type = {model_type!r} must be one of {', '.join((*MODEL_TYPES, *TRANSLATED))}")
+        supported = ", ".join((*MODEL_TYPES, *TRANSLATED))
+        raise InputError(f"{path}: model_type = {model_type!r}: must be one of {supported}")
     named_classes(path, table)
     check_settings(path, table)
     if model_type == "deberta-v2":
@@ -222,7 +224,7 @@ def read_table(folder: Path, role: str | None = None) -> dict[str, Any]:
 
 
 def _of_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: bool) -> dict[str, Any]:
-    """Returns what the names of a DeBERTaV2's tensors say, which releases leave out of config.json."""
+    """Returns entries that published DeBERTaV2 folders lack in config.json, derived from the names of the tensors."""
     entries: dict[str, Any] = {}
     classes = table.get("architectures") or []
     if names and not any("For" in str(name) and not str(name).endswith("ForMaskedLM") for name in classes):
@@ -238,10 +240,10 @@ def _of_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: 
 
 
 def named_classes(path: Path, table: Mapping[str, Any]) -> list[str]:
-    """Returns the classes that a config.json names. Raises ValueError if they are not a list of names."""
+    """Returns the classes in a config.json. Raises ValueError unless they are a list of names."""
     classes = table.get("architectures") or []
     if not _are_strings(classes):
-        raise InputError(f"{path}: architectures = {classes!r} must be a list of names")
+        raise InputError(f"{path}: architectures = {classes!r}: must be a list of names")
     return classes
 
 
@@ -250,7 +252,7 @@ def _are_strings(value: Any) -> bool:
 
 
 def read_shape(folder: Path, role: str, table: Mapping[str, Any]) -> ModelConfig:
-    """Returns the shape of one role's config.json. Raises ValueError for settings that our models do not support."""
+    """Returns the shape in one role's config.json. Raises ValueError for settings that our models do not support."""
     path = folder / "config.json"
     shape = read_encoder_shape(folder, table)
     check_role(path, role, table)
@@ -271,8 +273,8 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
     architecture = MODEL_TYPES[table["model_type"]]
     values = {key: table.get(hf_key, default) for hf_key, (key, default) in SIZE_KEYS[architecture].items()}
     eps = table.get(_EPS_KEY[architecture], NORM_EPS[architecture])
-    if eps == 0:  # in our configuration, the default
-        raise InputError(f"{path}: {_EPS_KEY[architecture]} = 0 is not supported; it must be above 0")
+    if eps == 0:  # in our configuration, 0 stands for the default
+        raise InputError(f"{path}: {_EPS_KEY[architecture]} = 0: must be above 0")
     values["norm_eps"] = 0.0 if eps == NORM_EPS[architecture] else eps
     if architecture == "modernbert":
         values["embedding_size"] = values["hidden_size"]
@@ -290,7 +292,7 @@ def read_encoder_shape(folder: Path, table: Mapping[str, Any]) -> ModelConfig:
 
 
 def _check_derived(shape: ModelConfig, table: Mapping[str, Any]) -> None:
-    """Raises ValueError for settings of a DeBERTaV2 that our encoders derive from others."""
+    """Raises ValueError for settings of a DeBERTaV2 that differ from the values derived in our encoders."""
     derived = {
         "max_relative_positions": (shape.max_positions, "max_position_embeddings, or -1"),
         "attention_head_size": (shape.hidden_size // shape.num_heads, "hidden_size / num_attention_heads"),
@@ -299,26 +301,26 @@ def _check_derived(shape: ModelConfig, table: Mapping[str, Any]) -> None:
         value = table.get(key, expected)
         is_unset = key == "max_relative_positions" and type(value) is int and value < 1
         if value != expected and not is_unset:
-            raise InputError(f"{key} = {value!r} is not supported; it must be {expected} ({reason})")
+            raise InputError(f"{key} = {value!r}: must be {expected} ({reason})")
 
 
 def check_role(path: Path, role: str, table: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a config.json has the class of this role; a ModernBERT's detector, its labels too."""
+    """Raises ValueError unless a config.json has the class of this role and, for ModernBERT's detector, its labels."""
     architecture = MODEL_TYPES[table["model_type"]]
     name = CLASSES[architecture, role]
     classes = table.get("architectures") or [name]
     if is_headless(table):
         return
     if name not in classes:
-        raise InputError(f"{path}: architectures = {original(table)['architectures']!r}; a {role} is {name}")
+        raise InputError(f"{path}: architectures = {original(table)['architectures']!r}: must be {name} for a {role}")
     if (architecture, role) == ("modernbert", "discriminator"):
         num_detector_labels(path, table)
 
 
 def num_detector_labels(path: Path, table: Mapping[str, Any]) -> int:
-    """Returns the labels of a ModernBERT's detector: two, or the one of earlier exports.
+    """Returns the number of labels of a ModernBERT's detector: two, or one in earlier exports.
 
-    Raises ValueError for other labels: the class is also that of models fine-tuned to tag words.
+    Raises ValueError for other labels, since models fine-tuned for token classification have the same class.
     """
     names = table.get("id2label")
     if names == {str(i): label for i, label in enumerate(DETECTOR_LABELS)}:
@@ -326,7 +328,7 @@ def num_detector_labels(path: Path, table: Mapping[str, Any]) -> int:
     if isinstance(names, dict) and len(names) == 1:
         return 1
     expected = " and ".join(DETECTOR_LABELS)
-    raise InputError(f"{path}: id2label = {names!r}, but a detector of replaced tokens has the labels {expected}")
+    raise InputError(f"{path}: id2label = {names!r}: must be {expected} for a detector of replaced tokens")
 
 
 def is_headless(table: Mapping[str, Any]) -> bool:
@@ -334,12 +336,12 @@ def is_headless(table: Mapping[str, Any]) -> bool:
 
 
 def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
-    """Adds a ModernBERT's rotary bases, and its local layers and their window, if any, to a shape."""
+    """Adds the rotary bases of a ModernBERT, and the window and positions of its local layers, to a shape."""
     if table.get("rope_scaling"):
-        raise InputError(f"rope_scaling = {table['rope_scaling']!r} is not supported; it must be null")
+        raise InputError(f"rope_scaling = {table['rope_scaling']!r}: must be null")
     types = table.get("layer_types")
     if types is not None and not _are_strings(types):
-        raise InputError(f"layer_types = {types!r} must be a list of names")
+        raise InputError(f"layer_types = {types!r}: must be a list of names")
     shape = dataclasses.replace(
         shape,
         rope_theta=_rope_theta(table, _GLOBAL, "global_rope_theta", 160_000.0),
@@ -352,8 +354,8 @@ def _with_layers(shape: ModelConfig, table: Mapping[str, Any]) -> ModelConfig:
         shape = dataclasses.replace(shape, global_attention_every=every)
     if types != _layer_types(shape):
         raise InputError(
-            f"layer_types = {types!r} is not supported; the first and every n-th layer after it must be {_GLOBAL}, "
-            f"the others {_LOCAL} with a local_attention above 0"
+            f"layer_types = {types!r}: the first and every n-th layer after it must be {_GLOBAL}, the others {_LOCAL} "
+            "with a local_attention above 0"
         )
     if _LOCAL in types:
         local_theta = _rope_theta(table, _LOCAL, "local_rope_theta", 10_000.0)
@@ -367,16 +369,16 @@ def _layer_types(shape: ModelConfig) -> list[str]:
 
 
 def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, default: float) -> Any:
-    """Returns the rotary base of a type of layer, as written by transformers 5 or 4.48+."""
+    """Returns the rotary base of a layer type, as written by transformers 5 or by 4.48 and later."""
     parameters = table.get("rope_parameters") or {}
     rope = parameters.get(layer_type) or {} if isinstance(parameters, dict) else None
     if not isinstance(rope, dict):
-        raise InputError(f"rope_parameters = {parameters!r} must have an object for each type of layer")
+        raise InputError(f"rope_parameters = {parameters!r}: must have an object for each layer type")
     odd = (parameters.keys() - {_GLOBAL, _LOCAL}) | (rope.keys() - {"rope_type", "rope_theta"})
     if odd := [name for name in sorted(odd) if parameters.get(name, rope.get(name)) is not None]:
         raise InputError(f"rope_parameters: {odd[0]} is not supported; remove it")
     if rope.get("rope_type", "default") != "default":
-        raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type} is not supported; it must be 'default'")
+        raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type}: must be 'default'")
     theta = rope.get("rope_theta", table.get(older_key, default))
     return integers_as_floats(ModelConfig, {"rope_theta": theta})["rope_theta"]
 
@@ -391,21 +393,21 @@ def own_config(path: Path, table: Mapping[str, Any]) -> Config | None:
 
 
 def token_type_1_trained(folder: Path) -> bool:
-    """Returns whether token type 1 occurred in training, as recorded by `export`; True for other folders."""
+    """Returns whether token type 1 occurred in training, as `export` records it; True for other folders."""
     table = read_table(folder)
     trained = table.get(TOKEN_TYPE_KEY, OWN_KEY not in table)
     if not isinstance(trained, bool):
-        raise InputError(f"{folder / 'config.json'}: {TOKEN_TYPE_KEY} = {trained!r} must be true or false")
+        raise InputError(f"{folder / 'config.json'}: {TOKEN_TYPE_KEY} = {trained!r}: must be true or false")
     return trained
 
 
 def preset_of_size(shape: ModelConfig) -> Config:
-    """Returns defaults for a model that we did not export: the preset of its size, or else `small`."""
+    """Returns the defaults for a model that `export` did not write: the preset of its size, or else `small`."""
     recipe = {"bert": "google", "modernbert": "modern", "deberta": "deberta"}[shape.architecture]
     for config in (Config.preset(name, recipe) for name in SIZES):
         if (config.model.num_layers, config.model.hidden_size) == (shape.num_layers, shape.hidden_size):
             break
     else:
         config = Config.preset(DEFAULT_PRESET, recipe)
-    is_deberta = shape.architecture == "deberta"  # whose published continuation has a rate of its own
+    is_deberta = shape.architecture == "deberta"  # its published continuation uses another learning rate
     return config.override({"optimizer.learning_rate": DEBERTA_RATE}) if is_deberta else config

@@ -1,6 +1,6 @@
-"""`load_encoder`: loads an encoder without its heads for fine-tuning.
+"""`load_encoder`: loads an encoder without its heads, for fine-tuning.
 
-Sources are those of `source`, or a Hugging Face folder of any class of a known model type.
+It accepts the sources of the module `source`, and Hugging Face folders of any class of a supported model type.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Sizes = Mapping[str, torch.Size]
 class PretrainedEncoder:
     """An encoder without its heads, from any source."""
 
-    shape: ModelConfig  # its attention backend is `auto`
-    state: dict[str, Tensor]  # fp32, of `Embeddings(shape)` under `embeddings.`, of `Encoder(shape)` under `encoder.`
+    shape: ModelConfig  # with the attention backend `auto`
+    state: dict[str, Tensor]  # fp32: `Embeddings(shape)` under `embeddings.`, `Encoder(shape)` under `encoder.`
     tokenizer: Path
     content_hash: str  # SHA-256 of the parameters' names and bytes
-    trained_length: int | None = None  # tokens of the rows that it was trained on, if its source records them
+    trained_length: int | None = None  # row length in training, in tokens, if the source records it
 
 
 def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncoder:
     """Loads the encoder of a run (its latest checkpoint), a checkpoint or any Hugging Face folder.
 
     `role` is "discriminator", "encoder" or "generator", by default the first that exists. If token type 1 never
-    occurred in the training of a run, its embedding becomes a copy of type 0's, as in an export.
+    occurred in a run's training, its embedding becomes a copy of type 0's, as in an export.
 
-    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    Raises FileNotFoundError, or ValueError with the file, field, value and remedy.
     """
     source = Path(source)
     trained_length = None
@@ -61,7 +61,8 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
         theirs = _read_folder(copy, None)[1] if is_copy else state
         if theirs.keys() != state.keys() or not all(state[name].equal(theirs[name]) for name in state):
             raise InputError(
-                f"{copy}: no longer the encoder of {folder}, so one was trained since the export; name the one you mean"
+                f"{copy}: differs from the encoder of {folder}, so one of the two was trained after the export; pass "
+                "the path of one of them"
             )
     else:
         shape, state = _read_checkpoint(stored, role)
@@ -75,7 +76,7 @@ def load_encoder(source: str | Path, role: str | None = None) -> PretrainedEncod
 
 
 def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
-    """Returns an encoder of the same shape and tokenizer before its pre-training: with the first values of a seed."""
+    """Returns a randomly initialized encoder of the same shape and tokenizer."""
     shape = encoder.shape
     modules = nn.ModuleDict({"embeddings": Embeddings(shape), "encoder": Encoder(shape)})
     initialize(modules, shape.architecture, 0)
@@ -86,7 +87,7 @@ def untrained(encoder: PretrainedEncoder) -> PretrainedEncoder:
 def _choose(source: Path, roles: Collection[str], role: str | None) -> str:
     role = role or next(name for name in PARTS if name in roles)
     if role not in roles:
-        raise InputError(f"{source}: has no {role}, only the {' and the '.join(roles)}")
+        raise InputError(f"{source}: has no {role}; available: {', '.join(roles)}")
     return role
 
 
@@ -116,7 +117,7 @@ def read_state(
 ) -> weights.State:
     """Reads the fp32 parameters of a Hugging Face folder's encoder, named as in `PretrainedEncoder`, and of its head.
 
-    `head_names` maps our names of the head's parameters to those in the folder, `head_sizes` to their sizes. Raises
+    `head_names` maps our names of the head's parameters to the folder's names, `head_sizes` to their sizes. Raises
     FileNotFoundError, or ValueError for a tensor that is missing or has another size.
     """
     tensors = read_weights(folder, role)
@@ -128,7 +129,7 @@ def read_state(
     parts = {name.split(".")[0] for name in known}
     try:
         if unread := [name for name in tensors if name.split(".")[0] in parts and name not in known]:
-            raise InputError(f"tensor {unread[0]} is no part of the head that config.json describes")
+            raise InputError(f"tensor {unread[0]} does not belong to the head that config.json describes")
         return weights.from_hf(tensors, [*weights.encoder_pairs(shape), *heads], sizes)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None

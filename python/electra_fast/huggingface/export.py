@@ -40,7 +40,7 @@ from electra_fast.model.model import Electra
 from electra_fast.model.networks import PARTS, networks_of
 from electra_fast.results import Result
 
-# What tells a folder of ours: in the file that is uploaded last, and in the first one.
+# Marks by which `export` recognizes its own folders, in the file that is uploaded last and in the first one.
 _MARKS = {"config.json": f'"{OWN_KEY}"'.encode(), "README.md": b"exported by electra-fast"}
 # Names of the files that `export` writes.
 _NAMES = {*_MARKS, *FILES, "model.safetensors", ONNX_FILE}
@@ -49,29 +49,29 @@ _ONNX_OUTPUTS = {"encoder": "last_hidden_state", "discriminator": "logits"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExportResult(Result):
-    """The result of `export`: where it is, a URL as a string, and its folders."""
+    """The result of `export`: its location (a string for a URL), its folders, and its ONNX files."""
 
     out: Path | str
     folders: list[str]
     onnx: dict[str, str]
-    """How each ONNX file compares with torch, by its path within `out`."""
+    """The comparison of each ONNX file with torch, by its path within `out`."""
 
     def lines(self) -> Iterator[str]:
-        """Yields where the folders are, then a line per ONNX file."""
-        once = "" if isinstance(self.out, Path) else ", once they are downloaded"
-        yield f"{self.out}: {', '.join(self.folders)} load with transformers' from_pretrained{once}"
+        """Yields the location of the folders, then a line per ONNX file."""
+        after = "" if isinstance(self.out, Path) else " after a download"
+        yield f"{self.out}: {', '.join(self.folders)} load with transformers' from_pretrained{after}"
         yield from (f"{self.out}/{name}: {comparison}" for name, comparison in self.onnx.items())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImportResult(Result):
-    """The result of `import_`: the run's folder, and its networks."""
+    """The result of `import_`: the run's folder and its networks."""
 
     out: Path
     networks: list[str]
 
     def lines(self) -> Iterator[str]:
-        """Yields how to continue."""
+        """Yields a line with the next command."""
         yield (
             f"{self.out}: a run at step 0 with a new learning-rate schedule and no optimizer state; train it with "
             f"`electra-fast pretrain CORPUS --out {self.out}`"
@@ -92,24 +92,24 @@ def export(
     """Writes out/encoder, out/discriminator and out/generator, each with tokenizer and model card, for `transformers`.
 
     encoder/ is the model to fine-tune or to use elsewhere: the discriminator's encoder without a head or, for the
-    objective `mlm`, the generator's. Objectives whose result is a masked language model of another kind keep its head
-    there, and have no discriminator/. Heads that no class of `transformers` has are left out and named on standard
-    error. If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
+    objective `mlm`, the generator's. If an objective produces another kind of masked language model, encoder/ includes
+    its head, and there is no discriminator/. Heads that no class of `transformers` has are dropped and listed on
+    standard error. If token type 1 never occurred in training, its embedding becomes a copy of type 0's.
 
     Args:
         run: A run (its latest checkpoint), a checkpoint, or Hugging Face folders.
         out: Output folder; an earlier export is replaced atomically. Or a URL in an object store, such as
             `s3://bucket/model`; an earlier export there is not loadable until the new one is complete.
         unfinished: Export even if the run has steps left.
-        onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits; not of `deberta`,
-            whose head `transformers` lacks), compared with torch. Needs the packages of the extra `onnx`.
-        language: Code of the text's language, such as `hu`, or several, for the model card.
+        onnx: Also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits; not for
+            `deberta`, whose head `transformers` lacks), and compare them with torch. Needs the extra `onnx`.
+        language: Language code of the text, such as `hu`, or several, for the model card.
         license: Identifier of the model's license, such as `apache-2.0`, for the model card.
         dataset: Name of the training text on the Hugging Face Hub, or several, for the model card.
-        base_model: Name on the Hub of the model that an import started from, for the model card.
+        base_model: Name on the Hub of the model from which an import started, for the model card.
 
-    Raises ValueError if the run is not finished, or if `out` holds anything but an earlier export; ElectraFastError if
-    the outputs of an ONNX file are wrong; OSError if an upload fails, with the local folder that has the export then.
+    Raises ValueError if the run is not finished, or if `out` contains anything but an earlier export; ElectraFastError
+    if the outputs of an ONNX file are wrong; OSError if an upload fails, with the local folder that holds the export.
     """
     source = Path(run)
     target = location(out)
@@ -125,7 +125,7 @@ def export(
     if not is_free:
         raise InputError(f"{target}: not empty and not an earlier export; choose another folder")
     if other := next((name for name in names if name.partition("/")[2] not in _NAMES), None):
-        raise InputError(f"{target}: {other} is not of the earlier export and would be lost; move it away")
+        raise InputError(f"{target}: {other} does not belong to the earlier export and would be lost; move it away")
     source_origin = origin(source)
     if not unfinished:
         _check_finished(source, source_origin)
@@ -135,7 +135,7 @@ def export(
     _check_whole(source, model, "export needs")
     if model.config.model.heads != "dense":
         raise InputError(
-            f'{source}: no class of transformers has model.heads = "{model.config.model.heads}"; fine-tune from the run'
+            f'{source}: no class of transformers has model.heads = "{model.config.model.heads}"; fine-tune the run'
         )
     _say_own_heads(model, "not exported, since no class of transformers has this head")
 
@@ -150,7 +150,7 @@ def export(
 
     def write_role(folder: Path, role: str, headless: bool = False) -> None:
         shape = model.config.model
-        length = {"model_max_length": shape.max_positions}  # which may have grown
+        length = {"model_max_length": shape.max_positions}  # may have grown
         copy_tokenizer(tokenizer, folder, INPUT_NAMES[shape.architecture], length)
         trained = source_origin.token_type_1_trained
         write_model(folder, model, role, special_ids(folder), trained, headless=headless)
@@ -188,38 +188,38 @@ def import_(
     mlm: bool = False,
     vocab: str | Path | None = None,
 ) -> ImportResult:
-    """Creates a run at step 0 from Hugging Face folders or a run, which `pretrain` can continue.
+    """Creates a run at step 0, for `pretrain` to continue, from Hugging Face folders or another run.
 
-    `model` holds an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
-    those without a head get a new one. The folder of a DeBERTaV3 with pytorch_model.generator.bin has both. Sizes and
-    tying come from the folders, the rest of config.toml from the exported run or, for other models, from the preset of
-    that size. A run or a checkpoint keeps all of its networks, heads and settings. The learning-rate schedule restarts,
-    with a warmup of 5% of the steps unless set, and peak rates derived from the steps if those of the exported run
-    were; precision, attention backend and execution are `auto` again.
+    `model` contains an export, or discriminator/ and generator/ (or only generator/: objective `mlm`) of other models;
+    a model without a head gets a new one. The folder of a DeBERTaV3 with pytorch_model.generator.bin contains both
+    networks. Sizes and tying come from the folders, the rest of config.toml from the exported run or, for other models,
+    from the preset of that size. A run or a checkpoint keeps all of its networks, heads and settings. The learning-rate
+    schedule restarts: its warmup is 5% of the steps unless set, and its peak learning rates are derived from the steps
+    if they were in the exported run. Precision, attention backend and execution are `auto` again.
 
     Args:
         model: The folders, a run or a checkpoint. With `generator` or `mlm`, one encoder: a folder of any class, an
             export, a run or a checkpoint.
         out: The run's folder, missing or empty.
-        generator: Makes a run for replaced-token detection from one encoder; if it is not ours, with the settings of
-            `config.presets.adaptation_settings`. "small": a new generator of about a quarter of its width, which shares
-            its embeddings. "same-layers:N": copies of its first N layers, which share its embeddings. Or a masked
-            language model of the same vocabulary: a folder, a run or a checkpoint. With `deberta`, the embeddings are
-            `disentangled`.
-        mlm: Makes a run of masked language modeling from one encoder, with the same settings. Its head starts as
-            that of the source, as the corrective head of a discriminator, or new.
-        vocab: Another vocabulary: a tokenizer's folder or file, such as that of `vocab` with `trim`. Entries that both
-            have keep their embeddings and output biases. Others begin as the mean of the pieces that the model's own
-            tokenizer makes of them, or as the mean of all if it knows none.
+        generator: Makes a run for replaced-token detection from one encoder, with the settings of
+            `config.presets.adaptation_settings` unless it was trained here. "small": a new generator of about a quarter
+            of its width, which shares its embeddings. "same-layers:N": copies of its first N layers, which share its
+            embeddings. Or a masked language model with the same vocabulary: a folder, a run or a checkpoint. With
+            `deberta`, the embeddings are `disentangled`.
+        mlm: Makes a run of masked language modeling from one encoder, with the same settings. Its head is a copy of
+            the source's head or of a discriminator's corrective head, or new.
+        vocab: Another vocabulary: a tokenizer's folder or file, such as the output of `vocab` with `trim`. Entries of
+            both vocabularies keep their embeddings and output biases. A new entry starts as the mean of the pieces
+            into which the model's tokenizer splits it, or as the mean of all entries if it knows none of them.
 
-    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    Raises FileNotFoundError, or ValueError with the file, field, value and remedy.
     """
     source = Path(model)
     out = Path(out)
     if not _is_empty(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
     if vocab is not None:
-        Tokenizer(vocab)  # raises before reading the model
+        Tokenizer(vocab)  # raises an error before the model is read
     electra = read_to_train(source, generator, mlm=mlm)
     if (mlm or generator is not None) and config_of(source) is None:
         shape = electra.config.model
@@ -235,16 +235,16 @@ def import_(
 
 
 def read_to_train(source: Path, generator: str | Path | None, *, mlm: bool) -> Electra:
-    """Returns the model of a run that `import_` makes, with the run's configuration."""
+    """Returns the model of the run that `import_` makes, with the run's configuration."""
     if mlm and generator is not None:
-        raise InputError(f"mlm has no generator; give --generator {generator} or --mlm")
+        raise InputError(f"--mlm trains without a generator; remove --mlm or --generator {generator}")
     if generator is not None:
         return read_with_generator(source, str(generator))
     return read_masked_lm(source) if mlm else _read_to_continue(source)
 
 
 def write_run(folder: Path, *, source: Path, electra: Electra, tokenizer: Path) -> None:
-    """Writes a run at step 0 with a model from `source`: its config.toml, which makes the folder a run, is the last."""
+    """Writes a run at step 0 with a model from `source`; config.toml, which makes the folder a run, comes last."""
     copy_tokenizer(tokenizer, folder / "tokenizer", INPUT_NAMES[electra.config.model.architecture])
     trained = _with_trained_types(source, origin(source), electra).token_type_1_trained
     checkpoint.save(folder, electra, None, TrainState(imported=True, token_type_1_trained=trained), keep=1)
@@ -256,7 +256,7 @@ def _read_to_continue(source: Path) -> Electra:
         model = checkpoint.load_model(stored)
     else:
         model = read_models(folders_of(source), with_new_heads=True)
-        _check_whole(source, model, "training needs", "; make one with --generator small (generator=...)")
+        _check_whole(source, model, "training needs", "; create one with --generator small (generator=...)")
         _say_own_heads(model, "not in the folder, so it starts untrained")
     model.config = restarted(model.config)
     return model
@@ -265,7 +265,7 @@ def _read_to_continue(source: Path) -> Electra:
 def _with_trained_types(source: Path, source_origin: Origin, model: Electra) -> Origin:
     """Returns a source's origin, with token type 1 as trained if it is no longer a copy in a folder of `export`.
 
-    Other programs that fine-tune such a folder keep what its config.json says.
+    Other programs that fine-tune such a folder do not change the key in its config.json.
     """
     if checkpoint_of(source) is not None or all(torch.equal(*table) for table in _token_types(model)):
         return source_origin
@@ -290,7 +290,7 @@ def _check_whole(source: Path, model: Electra, needs: str, remedy: str = "") -> 
     missing = networks_of(model.config).keys() - model.networks.keys()
     if missing:
         present = " and ".join(model.networks)
-        raise InputError(f"{source}: only the {present}; {needs} the {' and '.join(sorted(missing))} too{remedy}")
+        raise InputError(f"{source}: has only the {present}; {needs} the {' and '.join(sorted(missing))} too{remedy}")
 
 
 def _say_own_heads(model: Electra, remark: str) -> None:
@@ -307,7 +307,7 @@ def _copy_token_type_0(model: Electra) -> None:
 
 def _is_empty(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; choose another folder")
+        raise InputError(f"{folder}: must be a folder, but is a file; choose another folder")
     return not foreign_names(folder)
 
 
@@ -320,7 +320,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _is_free_in_store(url: str) -> bool:
-    """Returns whether nothing is below a URL, or an export and nothing else, complete or not."""
+    """Returns whether the only objects below a URL, if any, belong to an export, complete or not."""
     folders = {name.partition("/")[0] for name, _ in list_objects(url)}
     return folders <= PARTS.keys() and all(
         any(mark in (read(f"{url}/{folder}/{name}") or b"") for name, mark in _MARKS.items()) for folder in folders
@@ -328,7 +328,7 @@ def _is_free_in_store(url: str) -> bool:
 
 
 def _write_to_store(url: str, write: Callable[[Path], None]) -> None:
-    """Writes a temporary folder, which stays if it cannot be uploaded, and replaces the objects below a URL."""
+    """Writes a temporary folder and replaces the objects below a URL; the folder stays if the upload fails."""
     parent = Path(tempfile.mkdtemp(prefix="electra-fast-export-"))
     folder = parent / "export"
     _write_folder(folder, write)
@@ -342,7 +342,7 @@ def _write_to_store(url: str, write: Callable[[Path], None]) -> None:
         remove(parent)
         raise
     except (OSError, InputError) as error:
-        raise OSError(f"{url}: not written: {error}; the export is in {folder}, from where you can copy it") from error
+        raise OSError(f"{url}: not written: {error}; copy the export from {folder}") from error
     remove(parent)
 
 

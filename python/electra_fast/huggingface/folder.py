@@ -1,8 +1,8 @@
 """Hugging Face folders: models as config.json and model.safetensors, which `transformers` loads.
 
-`bert` encoders become Electra, `modernbert` ones ModernBERT, `deberta` ones DeBERTaV2. They load without our code, and
-we read and write them without `transformers`. `export` combines two such folders and a tokenizer; `config` translates
-config.json, `weights` the tensors.
+`bert` encoders become Electra, `modernbert` ModernBERT, `deberta` DeBERTaV2. `transformers` loads the folders without
+our code, and we read and write them without `transformers`. `export` combines two such folders and a tokenizer;
+`config` translates config.json, `weights` the tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _AGREEING = (
 def read_model(source: str | Path) -> Electra:
     """Reads the model of a run (its latest checkpoint), a checkpoint or a Hugging Face folder; fp32, in eval mode.
 
-    Using a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError naming the file,
+    The use of a network that the folder lacks raises ValueError. Raises FileNotFoundError, or ValueError with the file,
     field, value and remedy.
     """
     source = Path(source)
@@ -89,7 +89,7 @@ def write_model(
 
 @dataclass(frozen=True)
 class _Folder:
-    """One role's Hugging Face folder: config.json, the shape it states, and the tensors."""
+    """One role's Hugging Face folder: its config.json, shape and tensors."""
 
     path: Path
     role: str
@@ -105,7 +105,7 @@ class _Folder:
 
     @property
     def lacks_positions(self) -> bool:
-        """Whether it has a masked language model's head for DeBERTa, but not the part that `transformers` lacks."""
+        """True if DeBERTa's masked-language-model head is there, but without the part that `transformers` lacks."""
         has_head = self.role == "generator" and not is_headless(self.table)
         return has_head and self.shape.architecture == "deberta" and POSITIONS not in self.tensors
 
@@ -123,7 +123,7 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
 
     Tying is inferred from the tensors: bitwise equal embeddings are shared, and `deberta` is `disentangled`. A
     generator alone is a model of the objective `mlm`. Heads that Hugging Face's classes lack are newly initialized.
-    Folders without any head are refused unless `with_new_heads`. Raises FileNotFoundError, or ValueError naming the
+    Folders without any head are rejected unless `with_new_heads`. Raises FileNotFoundError, or ValueError with the
     file, field, value and remedy.
     """
     folders = {role: _read_folder(paths[role], role) for role in PARTS if role in paths}
@@ -134,8 +134,8 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
             continue
         if not with_new_heads:
             raise InputError(
-                f"{folder.path}: an encoder without a head; fine-tune it, or continue training with a new head after "
-                "`electra-fast import`"
+                f"{folder.path}: an encoder without a head; fine-tune it, or run `electra-fast import` to continue its "
+                "training with a new head"
             )
         say(f"note: {role}_head: not in the folder, so it starts untrained")
     tying, state = _tying(folders)
@@ -144,7 +144,7 @@ def read_models(paths: Mapping[str, Path], *, with_new_heads: bool = False) -> E
         expected = {name: parameter.shape for name, parameter in _parameters(Electra(config, roles=folders)).items()}
     for role, folder in folders.items():
         try:
-            # A table factored out of both folders takes precedence over a single folder's.
+            # A table that was factored out of both folders takes precedence over the table of one.
             state = weights.from_hf(folder.tensors, folder.pairs(role_shape(config, role)), expected) | state
         except InputError as error:
             raise InputError(f"{folder.weights_file}: {error}") from None
@@ -175,10 +175,10 @@ def _read_folder(path: Path, role: str) -> _Folder:
 
 
 def read_weights(folder: Path, role: str | None = None) -> Tensors:
-    """Reads the tensors of a folder, or of a role there, by the names of the classes that have our architectures.
+    """Reads the tensors of a folder, or of a role there, by the names in the classes of our architectures.
 
-    They are in model.safetensors or pytorch_model.bin, or in the files that the index of one of them names. Raises
-    FileNotFoundError, or ValueError naming the file.
+    They are in model.safetensors or pytorch_model.bin, or in the files that an index of either lists. Raises
+    FileNotFoundError, or ValueError with the file.
     """
     table = read_table(folder, role)
     file = weights_file(folder, role)
@@ -194,7 +194,7 @@ def read_weights(folder: Path, role: str | None = None) -> Tensors:
 
 
 def _check_tables(folder: _Folder) -> None:
-    """Checks the input table's shape, and that an output table that is not separate equals the input table."""
+    """Checks the shape of the input table, and that a tied output table equals it."""
     shape = folder.shape
     tensors = folder.tensors
     architecture = folder.shape.architecture
@@ -210,12 +210,12 @@ def _check_tables(folder: _Folder) -> None:
     if not multiplied and output in tensors and not torch.equal(tensors[output], tensors[table]):
         raise InputError(
             f"{folder.weights_file}: {tensors.original_name(output)} differs from {tensors.original_name(table)}; "
-            "a generator's output table must be its input table"
+            "a generator's output table must equal its input table"
         )
 
 
 def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
-    """Returns the tying of two networks (None for one), and the factors of tables with a projection multiplied in."""
+    """Returns the tying of two networks (None for one), and the factors of tables that include a projection."""
     if len(folders) == 2:
         main, generator = folders.values()
         check_agreement(generator.config_file, generator.shape, main.role, main.shape)
@@ -245,9 +245,9 @@ def _tying(folders: Mapping[str, _Folder]) -> tuple[str | None, State]:
 
 
 def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
-    """Returns what the discriminator of a DeBERTa adds to its generator's table; None for tables tied in another way.
+    """Returns the table that a DeBERTa discriminator adds to its generator's; None for tables tied in another way.
 
-    Our own exports record the tying, which the tables must still have.
+    Our own exports record the tying; it counts only if the tables still have it.
     """
     if main.shape.architecture != "deberta" or main.shape.embedding_size != generator.shape.embedding_size:
         return None
@@ -260,12 +260,12 @@ def _summand(main: _Folder, generator: _Folder) -> Tensor | None:
 
 
 def check_agreement(path: Path, generator: ModelConfig, role: str, shape: ModelConfig) -> None:
-    """Raises ValueError naming the generator's `path` for a setting that must be that of the other `role`."""
+    """Raises ValueError with the generator's `path` if a setting that must agree differs from the other `role`'s."""
     for name in _AGREEING:
         value = getattr(generator, name)
         expected = getattr(shape, name)
         if value != expected:
-            raise InputError(f"{path}: {name} = {value!r}, but the {role}'s is {expected!r}; the two must agree")
+            raise InputError(f"{path}: {name} = {value!r}: must be {expected!r}, as in the {role}")
 
 
 def _products(*folders: _Folder) -> State:
@@ -286,7 +286,7 @@ def _factored_separately(folders: Mapping[str, _Folder]) -> State:
         factors = weights.factored(_products(folder), {role: folder.shape})
         if factors is None:
             raise InputError(
-                f"{folder.weights_file}: the embedding table is no longer the product of one of width "
+                f"{folder.weights_file}: the embedding table is no longer the product of a table of width "
                 f"{folder.shape.embedding_size} ({OWN_KEY}.model.embedding_size in config.json) and a projection; "
                 "import an export that was not fine-tuned"
             )
@@ -300,7 +300,7 @@ def _embedding_names(folder: _Folder) -> list[str]:
 
 
 def _tensors_equal(one: _Folder, other: _Folder, names: list[str]) -> bool:
-    """Returns whether both have these tensors, bitwise equal; missing tensors are reported elsewhere."""
+    """Returns whether both folders have these tensors, bitwise equal; missing tensors are reported elsewhere."""
     return all(
         name in one.tensors and name in other.tensors and torch.equal(one.tensors[name], other.tensors[name])
         for name in names
@@ -312,7 +312,7 @@ def _shape_without_dropout(folder: _Folder) -> ModelConfig:
 
 
 def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
-    """Returns the folder's own configuration, or else the preset of that size, with the folders' shapes."""
+    """Returns the exported configuration, or else the preset of that size, with the folders' shapes."""
     main = next(iter(folders.values()))
     shape = main.shape
     small = folders.get("generator", main).shape
@@ -344,12 +344,11 @@ def _joint_config(folders: Mapping[str, _Folder], tying: str | None) -> Config:
 
 
 def check_generator(path: Path, small: ModelConfig, config: Config) -> None:
-    """Raises ValueError naming the generator's `path` unless it is a fraction of the model in widths and heads."""
+    """Raises ValueError with the generator's `path` unless its widths and heads are one fraction of the model's."""
     expected = config.generator_shape()
     for key, _ in SIZE_KEYS[small.architecture].values():
         if "dropout" not in key and getattr(small, key) != getattr(expected, key):
             raise InputError(
-                f"{path}: {key} = {getattr(small, key)}, but generator.fraction = "
-                f"{config.generator.fraction:g} (its share of the discriminator's heads) makes it "
-                f"{getattr(expected, key)}"
+                f"{path}: {key} = {getattr(small, key)}: must be {getattr(expected, key)}, since the generator has "
+                f"{config.generator.fraction:g} of the discriminator's heads (generator.fraction)"
             )

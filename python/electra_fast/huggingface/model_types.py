@@ -1,7 +1,8 @@
-"""Model types of `transformers` that compute what Electra computes, with other names: BERT, RoBERTa and their kin.
+"""Model types of `transformers` that compute the same as Electra under other names: the BERT family (`TRANSLATED`).
 
-`translated` gives their config.json Electra's keys, and `electra_tensors` gives their tensors Electra's names, as they
-are read. All other modules know only Electra and ModernBERT. Messages name keys and tensors as the folder does.
+When a folder is read, `translated` gives its config.json Electra's keys and `electra_tensors` gives its tensors
+Electra's names, so other modules only handle `config.MODEL_TYPES`. Messages use the folder's names of keys and tensors.
+docs/reference/models.md lists all supported models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ORIGINAL_KEY = "electra_fast original"
-"""Key of a translated table: config.json as it is."""
+"""Key of a translated table under which it has the original config.json."""
 
 _POSITIONS = "electra.embeddings.position_embeddings.weight"
 _TOKEN_TYPES = "electra.embeddings.token_type_embeddings.weight"
@@ -26,11 +27,12 @@ _TOKEN_TYPES = "electra.embeddings.token_type_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """Differences of a model type from Electra, whose keys map to the folder's where these differ.
+    """The differences between a model type and Electra.
 
-    `names` has parts of tensors' names and Electra's for them, replaced in this order in both directions. The first is
-    the prefix of the encoder's tensors, which classes without a head save without it. `defaults` are those of
-    `transformers`, by Electra's keys. With `has_offset`, positions are counted from `pad_token_id` + 1.
+    `names` maps parts of its tensors' names to Electra's, replaced in this order in both directions. The first is the
+    prefix of the encoder's tensors, which classes without a head omit. `keys` maps Electra's keys to the folder's if
+    they differ. `defaults` are the defaults in `transformers`, by Electra's keys. With `has_offset`, positions are
+    counted from `pad_token_id` + 1.
     """
 
     names: Mapping[str, str]
@@ -40,7 +42,7 @@ class ModelType:
     has_token_types: bool = True
 
 
-# Those of BertConfig. Electra's are smaller.
+# The defaults of BertConfig; ElectraConfig's are smaller.
 _DEFAULTS = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -101,14 +103,14 @@ TRANSLATED: dict[str, ModelType] = {
     "camembert": ModelType(names=_ROBERTA_NAMES, has_offset=True),
     "distilbert": _DISTILBERT,
 }
-"""The model types by their names in config.json."""
+"""The model types by their `model_type` in config.json."""
 
 
 def translated(path: Path, table: Mapping[str, Any], token_type_key: str) -> dict[str, Any]:
-    """Returns a config.json of one of the `TRANSLATED` types as Electra's.
+    """Translates the config.json of one of the `TRANSLATED` types to Electra's.
 
     Classes with a masked language model become ElectraForMaskedLM, all others ElectraModel; `token_type_key` becomes
-    true if token type 1 has a row of its own. The settings must have been checked.
+    true if token type 1 has a separate row. The settings must have been checked.
     """
     kind = TRANSLATED[table["model_type"]]
     num_types = _num_token_types(table)
@@ -140,7 +142,7 @@ def _num_token_types(table: Mapping[str, Any]) -> Any:
 def _offset(path: Path, table: Mapping[str, Any]) -> int:
     pad = table.get("pad_token_id", 1)
     if type(pad) is not int or pad < 0:
-        raise InputError(f"{path}: pad_token_id = {pad!r} must be an id, since positions are counted from there")
+        raise InputError(f"{path}: pad_token_id = {pad!r}: must be an id, because positions are counted from it")
     return pad + 1
 
 
@@ -150,10 +152,7 @@ def original(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Tensors(dict[str, "Tensor"]):
-    """Tensors by the names in Electra's and ModernBERT's classes with a head.
-
-    `original_name` returns the folder's own name of a tensor, for messages.
-    """
+    """Tensors by their names in Electra's and ModernBERT's classes with a head."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         super().__init__()
@@ -164,17 +163,17 @@ class Tensors(dict[str, "Tensor"]):
         self._others: dict[str, str] = {}
         for original_name, tensor in tensors.items():
             name = self._prefix + original_name
-            for ending, ours in ((".gamma", ".weight"), (".beta", ".bias")):  # of the first releases
+            for ending, ours in ((".gamma", ".weight"), (".beta", ".bias")):  # in the first releases
                 name = name.removesuffix(ending) + ours if name.endswith(ending) else name
             for theirs, ours in names.items():
                 name = name.replace(theirs, ours)
-            if name in self and not self[name].equal(tensor):  # a matter only for who reads it
+            if name in self and not self[name].equal(tensor):  # an error only if this tensor is used
                 self._others[name] = self._originals[name]
             self[name] = tensor
             self._originals[name] = original_name
 
     def original_name(self, name: str) -> str:
-        """Returns the folder's own name of a tensor, which it may lack."""
+        """Returns the folder's name of a tensor, even if the tensor is missing; for messages."""
         if name in self._originals:
             return self._originals[name]
         for theirs, ours in self._names.items():
@@ -182,24 +181,24 @@ class Tensors(dict[str, "Tensor"]):
         return name.removeprefix(self._prefix)
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raises InputError if a tensor is missing, its shape differs from config.json's, or there are two of it."""
+        """Raises InputError if a tensor is missing, has another shape, or is there twice with different values."""
         shown = self.original_name(name)
         if name in self._others:
-            raise InputError(f"tensors {self._others[name]} and {shown} differ, but are one in the model")
+            raise InputError(f"tensors {self._others[name]} and {shown} differ, but the model has one tensor for both")
         if name not in self:
             raise InputError(f"tensor {shown} is missing")
         shape = tuple(self[name].shape)
         if shape != expected:
-            raise InputError(f"tensor {shown} has shape {list(shape)}, but config.json says {list(expected)}")
+            raise InputError(f"tensor {shown}: expected shape {list(expected)} as in config.json, got {list(shape)}")
 
 
 def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> Tensors:
-    """Returns the tensors of a folder of one of the `TRANSLATED` types by Electra's names and with its shapes.
+    """Returns the tensors of one of the `TRANSLATED` types with Electra's names and shapes.
 
-    `table` is the translated config.json at `path`. Token types that the folder lacks become copies of type 0's, or
-    zeros. Raises InputError for a table of another shape.
+    `table` is the translated config.json at `path`. Missing token types become copies of type 0, or zeros. Raises
+    InputError for a table of another shape.
     """
-    import torch  # config.json is read without it
+    import torch  # config.json can be read without it
 
     config = original(table)
     width = table["hidden_size"]
@@ -214,7 +213,7 @@ def electra_tensors(path: Path, tensors: Mapping[str, Tensor], table: Mapping[st
     elif num_types == 1:
         renamed.check_shape(_TOKEN_TYPES, (1, width))
         renamed[_TOKEN_TYPES] = renamed[_TOKEN_TYPES].repeat(2, 1)
-    # Neither is part of the encoder: a head's layer, and constants that older releases saved.
+    # Not part of the encoder: a layer of a head, and constants that older releases saved.
     for name in [name for name in renamed if ".pooler." in name or name.endswith(("position_ids", "token_type_ids"))]:
         del renamed[name]
     return renamed

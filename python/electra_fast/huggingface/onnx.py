@@ -1,7 +1,7 @@
 """ONNX files of exported folders, which onnxruntime and other engines run without torch.
 
-They are written by torch's exporter on `torch.export` (dynamo=True). Its older one, which traces a call, is deprecated.
-What the exporter leaves is compared with torch, at lengths that it did not see. Their operators are those of the ONNX
+torch's exporter based on `torch.export` (dynamo=True) writes them; the older one, which traces a call, is deprecated.
+The result is compared with torch at lengths that the exporter did not see. It contains only operators of the ONNX
 standard.
 """
 
@@ -26,7 +26,7 @@ from electra_fast.huggingface.config import MODEL_TYPES, ONNX_FILE, read_encoder
 from electra_fast.huggingface.tokenizer import INPUT_NAMES
 
 MAX_ERROR = 3e-5
-"""Largest difference from torch, as a fraction of the largest output. Rounding made 4e-6 in 22 layers of width 512."""
+"""Largest difference from torch as a fraction of the largest output; rounding causes 4e-6 in 22 layers of width 512."""
 _PACKAGES = ("transformers", "onnx", "onnxscript", "onnxruntime")
 _EXPORTED_SHAPE = (2, 16)
 _OPSET = 20  # the first with Gelu
@@ -37,17 +37,17 @@ _TIMED_RUNS = 10
 def require_packages() -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise InputError(f"--onnx (onnx=True) needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        raise InputError(f"--onnx (onnx=True) needs {', '.join(missing)}; run pip install {' '.join(missing)}")
 
 
 @torch.no_grad()
 def write_onnx(folder: Path, output: str) -> str:
-    """Writes model.onnx of a model's folder, which has its inputs with any batch size and length, and one output.
+    """Writes model.onnx to a model's folder: the model's inputs with any batch size and length, and one output.
 
-    `output` is `last_hidden_state` of the encoder alone, or `logits` of the whole model; fp32.
+    `output` is `last_hidden_state` for the encoder alone, or `logits` for the whole model; fp32.
 
-    Returns a sentence with the difference from torch and the time per example of both. Raises ElectraFastError, without
-    leaving the file, if onnxruntime's output differs from torch's.
+    Returns a sentence with the difference from torch and the time per example of both. Raises ElectraFastError and
+    deletes the file if onnxruntime's output differs from torch's.
     """
     import onnxruntime
 
@@ -58,7 +58,7 @@ def write_onnx(folder: Path, output: str) -> str:
     with quiet():
         model = NamedOutputs(_load(folder, table, output), names, [output])
         write_graph(model, path, shape)
-        model.set_attention("sdpa")  # as `transformers` loads it; the eager one is exported, since it has fewer parts
+        model.set_attention("sdpa")  # the default in `transformers`; eager attention exports to fewer operators
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -67,7 +67,7 @@ def write_onnx(folder: Path, output: str) -> str:
         (values,) = session.run([output], {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)})
         return values
 
-    # Rows longer and shorter than the window of local attention, padded.
+    # Padded rows, longer and shorter than the window of local attention.
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))
     error = 0.0
     for lengths in ([length, length // 3, 1], [max(2, min(9, length))]):
@@ -76,7 +76,7 @@ def write_onnx(folder: Path, output: str) -> str:
         inputs[names.index("attention_mask")].copy_(is_token)
         (expected,) = model(*inputs)
         values = torch.from_numpy(run(*inputs))
-        if expected.shape[:2] == is_token.shape:  # else one row per example, of a fine-tuned classifier
+        if expected.shape[:2] == is_token.shape:  # else one row per example, from a fine-tuned classifier
             expected = expected[is_token]
             values = values[is_token]
         error = max(error, float((values - expected).abs().max() / expected.abs().max()))
@@ -84,20 +84,20 @@ def write_onnx(folder: Path, output: str) -> str:
         path.unlink()
         raise ElectraFastError(
             f"{folder.name}/{ONNX_FILE}: onnxruntime's {output} differs from torch's by {error:.1e} of its largest "
-            f"entry, more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions "
-            "of torch, onnx, onnxscript and onnxruntime"
+            f"entry, more than {MAX_ERROR:g}, so nothing was written; try other versions of torch, onnx, onnxscript "
+            "and onnxruntime"
         )
     example = random_inputs(names, shape.vocab_size, 1, min(shape.max_positions, _TIMED_LENGTH))
     times = {"onnxruntime": _milliseconds(lambda: run(*example)), "torch": _milliseconds(lambda: model(*example))}
     return (
         f"{output} within {error:.1e} of torch's; one example of {example[0].shape[1]} tokens takes "
-        + " and ".join(f"{value:.3g} ms by {name}" for name, value in times.items())
+        + " and ".join(f"{value:.3g} ms with {name}" for name, value in times.items())
         + f" ({torch.get_num_threads()} threads)"
     )
 
 
 class NamedOutputs(nn.Module):
-    """A model of `transformers` as a function of tensors, in order of their names, to some of its outputs."""
+    """A model of `transformers` as a function from tensors, in the order of `names`, to some of its outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class NamedOutputs(nn.Module):
 
 @torch.no_grad()
 def write_graph(model: NamedOutputs, path: Path, shape: ModelConfig) -> None:
-    """Writes a model as an ONNX file, with any batch size and any length up to that of its positions."""
+    """Writes a model as an ONNX file for any batch size, and any length up to its number of positions."""
     import onnx
 
     names = list(model.names)
@@ -132,7 +132,7 @@ def write_graph(model: NamedOutputs, path: Path, shape: ModelConfig) -> None:
         output_names=list(model.outputs),
         external_data=False,
     )
-    # onnxruntime would fuse Add with LayerNormalization into an operator that takes several times as long.
+    # onnxruntime would fuse Add and LayerNormalization into an operator that is several times slower.
     graph = onnx.load(path)
     normed = {node.input[0] for node in graph.graph.node if node.op_type == "LayerNormalization"}
     for node in graph.graph.node:

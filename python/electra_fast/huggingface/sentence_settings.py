@@ -1,4 +1,4 @@
-"""How a folder's text becomes a vector in sentence-transformers: its own settings, or that library's defaults."""
+"""A folder's settings for sentence vectors in sentence-transformers, or the defaults of that library."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Pooling = Literal["mean", "cls"]
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """Settings of a vector per text.
+    """Settings for sentence vectors.
 
     Args:
-        max_length: Most tokens that are read; None: as many as the model has positions.
+        max_length: Largest number of tokens per text; None: the model's number of positions.
         pooling: `mean` over the tokens, or `cls`.
-        normalize: Vectors have length 1.
-        prompt: Precedes each text.
-        lowercase: Texts are in lower case.
+        normalize: Scale vectors to length 1.
+        prompt: Text that is put before each text.
+        lowercase: Convert texts to lower case.
     """
 
     max_length: int | None = None
@@ -34,15 +34,18 @@ class SentenceSettings:
 
 
 def read_sentence_settings(folder: Path, max_length: int | None) -> SentenceSettings:
-    """Reads modules.json and what belongs to it; `max_length` is that of the tokenizer.
+    """Reads modules.json and its files; `max_length` is the tokenizer's.
 
-    Raises ValueError for what only sentence-transformers computes.
+    Raises ValueError for modules and poolings that only sentence-transformers supports.
     """
     if not (path := folder / "modules.json").is_file():
         return SentenceSettings(max_length)
     kinds, paths = _modules(path)
     if kinds not in (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise InputError(f"{path}: has {', '.join(kinds)}; only Transformer, Pooling and Normalize are computed here")
+        raise InputError(
+            f"{path}: has {', '.join(kinds)}, but electra-fast supports only Transformer, Pooling and Normalize; use "
+            "sentence-transformers"
+        )
     pooling: Pooling = _pooling(folder / paths[1] / "config.json") if len(paths) > 1 else "mean"
     settings = folder / "sentence_bert_config.json"
     whole = read_optional(folder / "config_sentence_transformers.json")
@@ -61,15 +64,15 @@ def _modules(path: Path) -> tuple[list[str], list[str]]:
         modules = parse_json(path.read_text(encoding="utf-8"))
         return [module["type"].rpartition(".")[2] for module in modules], [str(module["path"]) for module in modules]
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path}: not a list of modules of sentence-transformers") from None
+        raise InputError(f"{path}: must be a list of modules of sentence-transformers") from None
 
 
 def _pooling(path: Path) -> Pooling:
     table = read_object(path)
-    modes = [name for name in table if name.startswith("pooling_mode_") and table[name] is True]  # of earlier versions
+    modes = [name for name in table if name.startswith("pooling_mode_") and table[name] is True]  # earlier versions
     modes = table.get("pooling_mode", modes or ["mean"])
     if modes in ("mean", ["mean"], ["pooling_mode_mean_tokens"]) and table.get("include_prompt") is not False:
         return "mean"
     if modes in ("cls", ["cls"], ["pooling_mode_cls_token"]):
         return "cls"
-    raise InputError(f"{path}: {json.dumps(table)}: only the poolings mean and cls are computed here")
+    raise InputError(f"{path}: {json.dumps(table)}: pooling must be mean or cls; use sentence-transformers for others")

@@ -1,8 +1,8 @@
-"""What becomes of each key of a config.json that `transformers` reads, by model type.
+"""Treatment of each config.json key that `transformers` reads, by model type.
 
-A key is read by us, has no effect on outputs, or changes what a model computes in a way that we do not implement: then
-it must have one of the listed values. The first of them is the default, unless `_DEFAULTS` has another. Keys of a head
-are checked where it is read.
+We read a key, or it has no effect on outputs, or it must have one of the listed values, because we do not implement the
+others. The first listed value is the default, unless `_DEFAULTS` has another. Keys of a head are checked when the head
+is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ACTIVATION = ("gelu", "gelu_python")
 _EVERY: dict[str, Setting] = {
     **dict.fromkeys(("model_type", "architectures", "id2label", "num_labels", "problem_type"), READ),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), READ),
-    # Names, ids and training: nothing that `forward` computes with weights depends on them.
+    # Names, ids and training settings, which do not affect `forward`.
     **dict.fromkeys(("label2id", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range"), UNUSED),
     **dict.fromkeys(("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"), UNUSED),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "return_dict"), UNUSED),
@@ -55,7 +55,7 @@ _DEBERTA: dict[str, Setting] = {
     "conv_act": ("tanh", "gelu"),
     "conv_groups": (1,),
     "z_steps": (0,),
-    # The names of the tensors tell; the others are of a head for classes of texts.
+    # `legacy` follows from the names of the tensors; the others belong to a head for text classification.
     **dict.fromkeys(("legacy", "pooler_dropout", "pooler_hidden_size", "cls_dropout"), UNUSED),
     "pooler_hidden_act": _ACTIVATION,
 }
@@ -67,13 +67,13 @@ _DEFAULTS: dict[str, Any] = {
     "pos_att_type": None,
     "norm_rel_ebd": "none",
 }
-_ROBERTA = _BERT | {"pad_token_id": READ}  # positions are counted from there
+_ROBERTA = _BERT | {"pad_token_id": READ}  # positions are counted from it
 SETTINGS: dict[str, dict[str, Setting]] = {
     "electra": {
         **_BERT,
         "embedding_size": READ,
         "type_vocab_size": (2,),
-        # Of a head for multiple choice, which no task type has.
+        # Keys of a multiple-choice head, which no task type uses.
         **dict.fromkeys(("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"), UNUSED),
     },
     "bert": _BERT,
@@ -83,9 +83,9 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "distilbert": {
         **_EVERY,
         **dict.fromkeys(("dim", "n_layers", "n_heads", "hidden_dim", "dropout", "attention_dropout"), READ),
-        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), READ),  # other names of three
+        **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), READ),  # aliases of three keys
         "activation": _ACTIVATION,
-        # The positions are stored, also those of sines.
+        # All positions are stored, including sinusoidal ones.
         **dict.fromkeys(("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout"), UNUSED),
     },
     "modernbert": {
@@ -93,11 +93,11 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"), READ),
         **dict.fromkeys(("mlp_dropout", "attention_dropout", "norm_eps", "local_attention", "layer_types"), READ),
         **dict.fromkeys(("rope_parameters", "rope_scaling", "classifier_pooling"), READ),
-        # Of transformers 4.
+        # Keys of transformers 4.
         **dict.fromkeys(("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"), READ),
         **dict.fromkeys(("cls_token_id", "sep_token_id", "initializer_cutoff_factor", "embedding_dropout"), UNUSED),
         **dict.fromkeys(("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"), UNUSED),
-        **dict.fromkeys(("sparse_prediction", "sparse_pred_ignore_index"), UNUSED),  # where the loss is computed
+        **dict.fromkeys(("sparse_prediction", "sparse_pred_ignore_index"), UNUSED),  # affect only the loss
         "hidden_activation": _ACTIVATION,
         "norm_bias": (False,),
         "attention_bias": (False,),
@@ -109,13 +109,13 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     "deberta-v2": _DEBERTA,
 }
 HEAD_KEYS = ("classifier_activation", "classifier_bias", "decoder_bias", "pooler_hidden_act")
-"""Keys of heads, which an encoder without its head does without."""
+"""Keys of heads, which an encoder without its head does not need."""
 
 
 def check_settings(path: Path, table: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
-    """Raises InputError naming a key whose value is not supported; by default checks all but `HEAD_KEYS`.
+    """Raises InputError with the first key whose value is not supported; by default checks all except `HEAD_KEYS`.
 
-    `table` is the config.json at `path`, of one of the model types of `SETTINGS`.
+    `table` is the config.json at `path`, with one of the model types in `SETTINGS`.
     """
     settings = SETTINGS[table["model_type"]]
     for name in [name for name in settings if (name not in HEAD_KEYS if names is None else name in names)]:
@@ -125,10 +125,10 @@ def check_settings(path: Path, table: Mapping[str, Any], names: Sequence[str] | 
         value = table.get(name, _DEFAULTS.get(name, accepted[0]))
         if (_joined(value) if name in ("pos_att_type", "norm_rel_ebd") else value) not in accepted:
             values = " or ".join(map(repr, accepted))
-            raise InputError(f"{path}: {name} = {value!r} is not supported; it must be {values}")
+            raise InputError(f"{path}: {name} = {value!r}: must be {values}")
 
 
 def _joined(value: Any) -> Any:
-    """Returns names in one spelling and order, which are a list, or a string with bars between them."""
+    """Returns names, from a list or a string separated by bars, in a uniform spelling and order."""
     names = value.lower().split("|") if isinstance(value, str) else value
     return "|".join(sorted({str(name).strip() for name in names})) if isinstance(names, list) else value

@@ -1,8 +1,8 @@
 """Sources of models: a run, one of its checkpoints, or Hugging Face folders; their tokenizer and origin.
 
 A Hugging Face source is a single model, or a folder with one per network: `discriminator/` or `encoder/`, and
-`generator/`. The folder of a DeBERTaV3 may have both. An encoder/ without a head that `export` wrote beside them is a
-copy for other tools, and not read. `export` reads whole models from a source, `encoder` only an encoder.
+`generator/`. The folder of a DeBERTaV3 may contain both networks. An encoder/ without a head next to them, as `export`
+writes it, is a copy for other tools and is not read. `export` reads whole models, `encoder` only an encoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OLDER_TOKENIZERS = ("vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 def checkpoint_of(source: Path) -> Path | None:
     if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such folder; name a run, a checkpoint or a Hugging Face folder")
+        raise FileNotFoundError(f"{source}: no such folder; pass a run, a checkpoint or a Hugging Face folder")
     if (source / "checkpoints").is_dir():
         return checkpoint_folder.latest(source)
     return source if (source / "state.json").is_file() else None
@@ -49,7 +49,7 @@ def checkpoint_of(source: Path) -> Path | None:
 
 def folders_of(source: Path) -> dict[str, Path]:
     if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such folder; name one with discriminator/ and generator/")
+        raise FileNotFoundError(f"{source}: no such folder; pass one with discriminator/ and generator/")
     if is_folder(source):
         if (source / GENERATOR_FILE).is_file():
             roles = ("discriminator", "generator") if weights_file(source).is_file() else ("generator",)
@@ -62,18 +62,18 @@ def folders_of(source: Path) -> dict[str, Path]:
     if len(folders) > 1 and "encoder" in folders and _is_copy(folders["encoder"], folders):
         del folders["encoder"]
     if len(folders) == len(PARTS):
-        raise InputError(f"{source}: has both discriminator/ and encoder/, but no model has both; remove one")
+        raise InputError(f"{source}: has discriminator/ and a different encoder/, but no model has both; remove one")
     return folders
 
 
 def _is_copy(encoder: Path, folders: Collection[str]) -> bool:
-    """Returns whether an encoder/ has no head and is that of another folder.
+    """Returns whether an encoder/ has no head and is a copy of another folder's encoder.
 
-    Beside generator/ alone, which `replace-mlm` has too, our key in its config.json tells.
+    If there is only generator/, as also for `replace-mlm`, the objective in our key of its config.json decides.
     """
     path = encoder / "config.json"
     if not path.is_file():
-        return False  # reading it names what is missing
+        return False  # reading it reports the missing file
     table = read_table(encoder)
     config = own_config(path, table)
     return is_headless(table) and (
@@ -87,7 +87,7 @@ def is_folder(source: Path) -> bool:
 
 
 def _role(path: Path) -> str:
-    """Returns a single model's role by the class in its config.json; one without a head is a generator."""
+    """Returns the role of a single model from the class in its config.json: generator, if it has no head."""
     table = read_table(path.parent)
     classes = named_classes(path, table)
     roles = {name: role for (_, role), name in reversed(CLASSES.items())} | dict.fromkeys(
@@ -97,8 +97,8 @@ def _role(path: Path) -> str:
         return roles[known[0]]
     names = ", ".join(dict.fromkeys((*CLASSES.values(), *HEADLESS.values())))
     raise InputError(
-        f"{path}: architectures = {original(table).get('architectures')!r} must name one of {names}; others can be "
-        "fine-tuned, or imported with --generator"
+        f"{path}: architectures = {original(table).get('architectures')!r}: must include one of {names}; fine-tune "
+        "this model, or import it with --generator"
     )
 
 
@@ -116,15 +116,15 @@ def open_tokenizer(source: Path, vocab_size: int) -> tuple[Path, Tokenizer]:
         if not _has_tokenizer(places[0]):
             older = [name for name in _OLDER_TOKENIZERS if (folders[0] / name).is_file()]
             remedy = (
-                f"; save_pretrained of AutoTokenizer in transformers writes one from {older[0]}"
+                f"; create one from {older[0]} with save_pretrained of AutoTokenizer in transformers"
                 if older
                 else "; put its tokenizer.json or vocab.txt there"
             )
-            raise FileNotFoundError(f"{folders[0]}: holds no tokenizer.json, vocab.txt or spm.model{remedy}")
+            raise FileNotFoundError(f"{folders[0]}: has no tokenizer.json, vocab.txt or spm.model{remedy}")
     first, *others = map(Tokenizer, places)
     for other in others:
         if other.content_hash != first.content_hash:
-            raise InputError(f"{other.path}: another vocabulary than that of {first.path}; both models need the same")
+            raise InputError(f"{other.path}: must have the same vocabulary as {first.path}")
     if first.vocab_size > vocab_size:
         raise InputError(
             f"{first.path}: has {first.vocab_size:,} entries, but the model has {vocab_size:,}; "
@@ -142,7 +142,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def origin(source: Path) -> Origin:
-    from electra_fast.huggingface.card import Origin  # imports torch, and tokenizers are found without it
+    from electra_fast.huggingface.card import Origin  # imports torch, which other functions here do not need
 
     stored = checkpoint_of(source)
     if stored is None:
@@ -151,7 +151,7 @@ def origin(source: Path) -> Origin:
     config = Config.load(stored / "config.toml")
     tokens = state.tokens + int(state.log_window.totals.get("tokens", 0))
     return Origin(
-        # Only packing `examples` makes rows of two segments; the state remembers earlier packings.
+        # Only packing `examples` makes rows of two segments; the state records earlier packings.
         token_type_1_trained=(state.step > 0 and config.data.packing == "examples") or state.token_type_1_trained,
         steps=state.step,
         num_steps=min(config.train.steps, _steps_of_run(stored, config.train.steps)),
@@ -163,17 +163,17 @@ def origin(source: Path) -> Origin:
 
 
 def _steps_of_run(stored: Path, default: int) -> int:
-    """Returns the steps of a checkpoint's run, which may have been lowered since."""
-    with contextlib.suppress(OSError, InputError):  # a checkpoint may be alone
+    """Returns the number of steps of a checkpoint's run, which may have been lowered since."""
+    with contextlib.suppress(OSError, InputError):  # the checkpoint may be outside a run
         return Config.load(stored.parent.parent / "config.toml").train.steps
     return default
 
 
 def _comparable_auc(path: Path, step: int) -> tuple[int, float] | None:
-    """Returns step and `unigram_auc` of the last evaluation up to a step; None if there is none."""
+    """Returns the step and `unigram_auc` of the last evaluation up to a step, or None."""
     evaluation = None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a kill may have left half a line
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed process may have left half a line
             record = parse_json(line)
             if record["step"] <= step and record["unigram_auc"] is not None:
                 evaluation = record["step"], float(record["unigram_auc"])

@@ -1,6 +1,6 @@
-"""Files with the tensors of a Hugging Face folder: one, or several with an index; safetensors, or torch's.
+"""Tensor files of a Hugging Face folder: one, or several with an index; in the format of safetensors or of torch.
 
-Folders without tensors are read without torch, so functions import it.
+Other modules read folders without torch, so only the functions here import it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GENERATOR_FILE = "pytorch_model.generator.bin"
-"""The generator of a DeBERTaV3, beside its discriminator."""
+"""The generator of a DeBERTaV3, in the folder of its discriminator."""
 
 
 def read_tensor_file(file: Path) -> dict[str, Tensor]:
-    """Reads the tensors of a `weights_file`. Raises FileNotFoundError, or ValueError naming the file."""
+    """Reads the tensors of a `weights_file`. Raises FileNotFoundError, or ValueError with the file."""
     from electra_fast.checkpoint import require_finite
 
     tensors: dict[str, Tensor] = {}
@@ -32,7 +32,7 @@ def read_tensor_file(file: Path) -> dict[str, Tensor]:
         require_finite(path, part)
         tensors |= part
     if missing := places.keys() - tensors.keys():
-        raise InputError(f"{file}: {min(missing)} is in none of the files that it names")
+        raise InputError(f"{file}: {min(missing)} is in none of the listed files")
     return tensors
 
 
@@ -59,18 +59,18 @@ def _names_of_torch(file: Path, _modified: int) -> frozenset[str]:
 
 
 def check_dtypes(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InputError for weights that are not plain floating-point numbers, as quantization leaves them."""
+    """Raises InputError for weights that are not plain floating-point numbers, such as quantized ones."""
     import torch
 
     known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for name, tensor in tensors.items():
         if tensor.dtype not in known and not name.endswith(("position_ids", "token_type_ids")):
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(f"{path}: tensor {name} is {kind}, which is quantized; save the model in fp32 or bf16")
+            raise InputError(f"{path}: tensor {name} is quantized ({kind}); save the model in fp32 or bf16")
 
 
 def weights_file(folder: Path, role: str | None = None) -> Path:
-    """Returns the file of a folder's tensors, or the index of several; for a generator, its own if there is one."""
+    """Returns the file of a folder's tensors, or the index of several; a generator may have a separate file."""
     if role == "generator" and (folder / GENERATOR_FILE).is_file():
         return folder / GENERATOR_FILE
     names = (f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json"))
@@ -84,8 +84,8 @@ def _shards(index: Path) -> dict[str, str]:
     files = sorted(set(names.values()))
     if missing := [name for name in files if not (index.parent / name).is_file()]:
         raise FileNotFoundError(
-            f"{index.parent / missing[0]}: no such file; {len(missing)} of the {len(files)} files of {index.name} are "
-            "missing"
+            f"{index.parent / missing[0]}: no such file; {len(missing)} of the {len(files)} files in {index.name} are "
+            "missing, so download them"
         )
     return names
 
@@ -93,7 +93,7 @@ def _shards(index: Path) -> dict[str, str]:
 def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; a Hugging Face model folder keeps its weights there or in pytorch_model.bin"
+            f"{path}: no such file; a Hugging Face model folder must have its weights there or in pytorch_model.bin"
         )
     import torch
     from safetensors import SafetensorError
@@ -103,13 +103,14 @@ def _read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise InputError(f"{path}: not a complete safetensors file: {error}") from None
+            raise InputError(f"{path}: not a complete safetensors file ({error}); download the file again") from None
     try:
         tensors = torch.load(path, device, weights_only=True)
-    except Exception as error:  # a pickle of something else raises anything
+    except Exception as error:  # an arbitrary pickle can raise any exception
         raise InputError(
-            f"{path}: not a complete file of tensors alone: torch.load(weights_only=True) raises {type(error).__name__}"
+            f"{path}: not a complete file of tensors (torch.load(weights_only=True) raises {type(error).__name__}); "
+            "download the file again, or save model.state_dict() instead of the whole model"
         ) from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise InputError(f"{path}: holds something else than a table of tensors; save model.state_dict() alone")
+        raise InputError(f"{path}: expected a state dict; save model.state_dict() instead of the whole model")
     return {str(name): tensor.detach() for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Tokenizer folders that `transformers.AutoTokenizer` loads, written from the data engine's tokenizer.
 
-A run has one as RUN/tokenizer/, and `export` copies it into each model's folder. `check_vocabulary` ensures that models
-are used only with corpora of the same vocabulary.
+A run has one in RUN/tokenizer/, and `export` copies it into each model's folder. `check_vocabulary` ensures that a
+model is used only with corpora of the same vocabulary.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def copy_tokenizer(
 ) -> None:
     """Copies a tokenizer's files into the folder of a model with the inputs `input_names`.
 
-    `settings` override those of tokenizer_config.json. With `split_special_tokens`, only the model's own special tokens
-    are split in text: others are written as ordinary added tokens. Rules that are not BERT's are written for
-    PreTrainedTokenizerFast, since a model type's class, such as RobertaTokenizer, applies its own. A post-processor of
-    another form than `PairTemplate` becomes BERT's, as which training joins texts then.
+    `settings` override entries of tokenizer_config.json. With `split_special_tokens`, only the model's special tokens
+    are split in text: other special tokens are written as ordinary added tokens. Rules that are not BERT's are written
+    for PreTrainedTokenizerFast, because a class such as RobertaTokenizer would replace them. A post-processor that is
+    not of the form `PairTemplate` becomes BERT's, since training then joins texts in that way.
 
-    If the source has only a vocab.txt, like the released ELECTRA models, creates the other files. Raises
+    If the source has only a vocab.txt, like the published ELECTRA models, creates the other files. Raises
     FileNotFoundError if there is no tokenizer.
     """
     tokenizer = Tokenizer(source)
@@ -72,14 +72,14 @@ def special_ids(directory: Path) -> dict[str, int]:
 
 
 def tokenizer_length(folder: Path) -> int | None:
-    """Returns the most tokens that a tokenizer's folder allows, if it says so."""
+    """Returns the length limit of a tokenizer's folder in tokens, or None."""
     return read_length(folder / "tokenizer_config.json", "model_max_length")
 
 
 def read_length(path: Path, key: str) -> int | None:
     length = read_optional(path).get(key)
     if length is not None and (type(length) not in (int, float) or not length >= 3):
-        raise InputError(f"{path}: {key} = {length!r} must be a number of tokens")
+        raise InputError(f"{path}: {key} = {length!r}: must be a number of tokens, at least 3")
     return None if length is None else int(min(length, 1 << 30))
 
 
@@ -87,18 +87,18 @@ def run_tokenizer(run: Path) -> Path:
     """Returns the tokenizer folder of a run. Raises FileNotFoundError if it is missing."""
     folder = run / "tokenizer"
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: missing; a run keeps its tokenizer there, copy it back")
+        raise FileNotFoundError(f"{folder}: no such folder; copy the run's tokenizer back there")
     return folder
 
 
 def check_vocabulary(folder: Path, corpus: Corpus) -> None:
-    """Raises ValueError unless the tokenizer in `folder` has the vocabulary and rules of the corpus's own."""
+    """Raises ValueError unless the tokenizer in `folder` has the vocabulary and rules of the corpus."""
     model_tokenizer = Tokenizer(folder)
     corpus_tokenizer = Tokenizer.of(corpus)
     if model_tokenizer.content_hash != corpus_tokenizer.content_hash:
         raise InputError(
-            f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}: "
-            f"its ids mean other words; prepare the text with --vocab {folder}, or choose a corpus that was"
+            f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}, so "
+            f"token ids differ; prepare the text with --vocab {folder}, or choose a corpus with this vocabulary"
         )
 
 

@@ -1,7 +1,7 @@
 """`with_vocabulary`: a model with another vocabulary, for `import --vocab`.
 
-Entries of both vocabularies keep their rows of all tables. Any other begins as the mean of the rows of the pieces that
-the old tokenizer makes of its text.
+Entries of both vocabularies keep their rows in all tables. A new entry starts as the mean of the rows of the pieces
+into which the old tokenizer splits its text.
 
 Shapes: V entries, E embedding size.
 """
@@ -22,38 +22,39 @@ from electra_fast.messages import say
 from electra_fast.model.model import Electra
 
 Key = tuple[bool, bytes]
-"""An entry of any kind of tokenizer: whether it begins a word, and its text, perhaps a part of a character."""
-_SPACE = "\u2581"  # of SentencePiece
+"""An entry of any kind of tokenizer: whether it begins a word, and its text, possibly a part of a character."""
+_SPACE = "\u2581"  # SentencePiece's mark of a space
 
 
 def with_vocabulary(model: Electra, old: Path, new: Path) -> Electra:
-    """Returns a model with the vocabulary of `new` instead of `old`, on a CPU; prints how many entries are kept.
+    """Returns a model with the vocabulary of `new` instead of `old`, on a CPU; prints the number of kept entries.
 
-    Special tokens take the rows of the same role. The bias of a new entry is the mean of its pieces' too, so that its
-    logit is the mean of theirs. Entries without known pieces begin as the mean of all. With the same entries and rules,
-    the model stays as it is, padding rows included. `old` and `new` are folders or files of tokenizers of any kind.
+    Special tokens take the rows of the same role. A new entry's bias is the mean of its pieces' biases too, so its
+    logit is the mean of their logits. Entries without known pieces start as the mean of all entries. With the same
+    entries and rules, the model does not change, including padding rows. `old` and `new` are folders or files of
+    tokenizers of any kind.
 
-    Raises FileNotFoundError, or ValueError naming the file and what it lacks.
+    Raises FileNotFoundError, or ValueError with the file and the missing part.
     """
     before = Tokenizer(old)
     after = Tokenizer(new)
     if after.content_hash == before.content_hash:
-        say(f"vocabulary: {after.path} is that of {before.path}; nothing changes")
+        say(f"vocabulary: {after.path} equals {before.path}, so nothing changes")
         return model
     sources = _sources(before, after)
     changed = Electra(model.config.override({"model.vocab_size": after.vocab_size}), roles=model.networks)
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in changed.named_parameters():
-            is_table = name.partition(".")[2] in ("token", "bias")  # of embeddings, and of heads that predict tokens
+            is_table = name.partition(".")[2] in ("token", "bias")  # embeddings, and heads that predict tokens
             table = theirs[name][: before.vocab_size]
             parameter.copy_(_rows(table, sources) if is_table else theirs[name])
     num_kept = sum(len(ids) == 1 for ids in sources)
     num_lost = sources.count([])
-    begins = {"the mean of several": len(sources) - num_kept - num_lost, "the mean of all": num_lost}
+    origins = {"the mean of several": len(sources) - num_kept - num_lost, "the mean of all": num_lost}
     parts = [
         f"{num_kept:,} keep a row",
-        *(f"{number:,} begin as {origin}" for origin, number in begins.items() if number),
+        *(f"{number:,} start as {origin}" for origin, number in origins.items() if number),
     ]
     sizes = [sum(weight.numel() for weight in network.parameters()) for network in (model, changed)]
     say(
@@ -77,7 +78,7 @@ def _rows(table: Tensor, sources: list[list[int]]) -> Tensor:
 
 
 def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
-    """Returns the old ids whose rows make each new entry."""
+    """Returns the old ids from whose rows each new entry is computed."""
     old = _Vocabulary(before)
     new = _Vocabulary(after)
     has_same_marks = old.marks == new.marks
@@ -93,9 +94,9 @@ def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
             asked.append(number)
     pieces = old.pieces([new.keys[number] for number in asked]) if asked else []
     for number, ids in zip(asked, pieces, strict=True):
-        # The row of an entry that the old tokenizer writes in another way, such as in lower case, was never trained.
-        is_written_so = b"".join(old.keys[piece][1] for piece in ids) == new.keys[number][1]
-        if not sources[number] or (ids and not is_written_so):
+        # If the old tokenizer normalizes an entry, such as to lower case, that entry's row was never trained.
+        is_unchanged = b"".join(old.keys[piece][1] for piece in ids) == new.keys[number][1]
+        if not sources[number] or (ids and not is_unchanged):
             sources[number] = ids
     for role, number in after.special_tokens.items():
         sources[number] = [before.special_tokens[role]]
@@ -120,7 +121,7 @@ class _Vocabulary:
         self.is_sentence_piece = not self.is_byte_level and f'"{_SPACE}"' in json.dumps(parts, ensure_ascii=False)
         self.marks = (self.is_byte_level, self.is_sentence_piece, self.prefix, self.suffix)
         self.keys = {number: self._key(number) for number in self.names}
-        # If two have one key, such as "," and "##,", the shorter is the usual one.
+        # If two entries have the same key, such as "," and "##,", the shorter one is the usual one.
         numbers = sorted(self.keys.keys() - self.added, key=lambda number: -len(self.names[number]))
         self.ids_of_keys = {self.keys[number]: number for number in numbers}
 
@@ -134,16 +135,16 @@ class _Vocabulary:
         if self.is_sentence_piece:
             return entry.startswith(_SPACE), entry.removeprefix(_SPACE).encode()
         text = entry.removeprefix(self.prefix).removesuffix(self.suffix) or entry
-        # Words with a prefix are split at punctuation, which mostly follows a word without a space.
+        # Tokenizers with a prefix split words at punctuation, which mostly follows a word without a space.
         begins = not self.prefix or (not entry.startswith(self.prefix) and any(map(str.isalnum, text)))
         return begins, text.encode()
 
     def pieces(self, keys: list[Key]) -> list[list[int]]:
-        """Returns the ids that the tokenizer makes of each text, at the start of a word or within; no unknown ones."""
+        """Returns the known ids of each text, at the start of a word or within it."""
         space = " " if self.is_byte_level else ""
         texts = [text.decode(errors="ignore") for _, text in keys]
         at_start = self._known(self.tokenizer.encode_batch([space + text for text in texts]))
-        prefix = self.prefix  # WordPiece looks for the first piece of a word by its whole name
+        prefix = self.prefix  # WordPiece looks up the first piece of a word with its prefix
         within = self._known(self._within_words().encode_batch([prefix + text for text in texts]))
         pieces = []
         for (starts, raw), text, first, inner in zip(keys, texts, at_start, within, strict=True):
@@ -162,7 +163,7 @@ class _Vocabulary:
         return [ids if any(self.keys[number][1] for number in ids) else [] for ids in known]  # more than a space
 
     def _within_words(self) -> Tokenizer:
-        """Returns the tokenizer without what splits text into words and marks their starts."""
+        """Returns the tokenizer without the rules that split text into words and mark their starts."""
         splitter = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         rules = self.rules | {
             "normalizer": _without_prepend(self.rules["normalizer"]),

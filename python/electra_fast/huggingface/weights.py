@@ -1,6 +1,6 @@
 """Maps our parameters to the tensors of Electra, ModernBERT and DeBERTaV2 in `transformers`, and back.
 
-`folder` reads and writes the files. Most tensors are only renamed, split or concatenated. But ModernBERT has no
+`folder` reads and writes the files. Most tensors are only renamed, split or concatenated. However, ModernBERT has no
 projection between embedding and hidden size, so the projection is multiplied into its tables on export and factored out
 on import.
 
@@ -54,7 +54,7 @@ _BERT_HEAD = {
     },
     "masked_lm": {"dense": "generator_predictions.dense", "norm": "generator_predictions.LayerNorm"},
 }
-# Of the published code. `transformers` has the second one, and ignores the first.
+# Names of the published code. `transformers` has the second head and ignores the first.
 _DEBERTA_HEAD = {
     "discriminator": {
         "dense": "mask_predictions.dense",
@@ -67,7 +67,7 @@ _MODERN_HEAD = {
     "discriminator": {"dense": "head.dense", "norm": "head.norm", "classifier": "classifier"},
     "masked_lm": {"dense": "head.dense", "norm": "head.norm"},
 }
-# Parts of names in DebertaV2ForMaskedLM with `legacy`, and without it; replaced in this order in both directions.
+# Parts of names in DebertaV2ForMaskedLM with and without `legacy`; replaced in this order in both directions.
 _LEGACY_HEAD = {
     "cls.predictions.bias": "lm_predictions.lm_head.bias",
     "cls.predictions.transform": "lm_predictions.lm_head",
@@ -87,14 +87,14 @@ _MODERN_LAYER = {
 def pairs(role: str, shape: ModelConfig) -> list[Pair]:
     """Returns (our name, Hugging Face names) of one folder's tensors; several names are chunks along the first axis.
 
-    Excludes tables with a projection multiplied in: see `is_multiplied` and `factored`.
+    Excludes tables that include a projection: see `is_multiplied` and `factored`.
     """
     embeddings, encoder, head = PARTS[role]
     return [*encoder_pairs(shape, embeddings, encoder), *_head_pairs(role, shape, head)]
 
 
 def encoder_pairs(shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder") -> list[Pair]:
-    """Returns the `pairs` of an encoder without heads, whose two modules have these names."""
+    """Returns the `pairs` of an encoder without heads, whose modules are named `embeddings` and `encoder`."""
     make = {"bert": _bert_encoder_pairs, "modernbert": _modern_encoder_pairs, "deberta": _deberta_encoder_pairs}
     return list(make[shape.architecture](shape, embeddings, encoder))
 
@@ -159,11 +159,11 @@ def _head_pairs(role: str, shape: ModelConfig, head: str) -> Iterator[Pair]:
 
 
 def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
-    """Returns one folder's tensors, fp32 and contiguous, without an output table that is tied to the input table."""
+    """Returns one folder's tensors, fp32 and contiguous, without a tied output table."""
     embeddings, encoder, head = PARTS[role]
     tensors = encoder_to_hf(state, shape, embeddings, encoder) | _renamed(state, _head_pairs(role, shape, head))
     if shape.architecture == "modernbert" and role == "discriminator":
-        for name in _DETECTOR_ROWS:  # the logit of "original" is 0, so a softmax gives the sigmoid of the other
+        for name in _DETECTOR_ROWS:  # with 0 as the logit of "original", the softmax equals the sigmoid
             tensors[name] = torch.cat([torch.zeros_like(tensors[name]), tensors[name]])
     if is_multiplied(shape) and role != "discriminator":
         tensors[OUTPUT_TABLE["modernbert"]] = _product(state[f"{embeddings}.token"], state[f"{head}.projection.weight"])
@@ -174,7 +174,7 @@ def to_hf(state: Mapping[str, Tensor], role: str, shape: ModelConfig) -> State:
 
 
 def deberta_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Returns a DeBERTaV2's tensors by the names of the published code, which some files have with other prefixes."""
+    """Returns a DeBERTaV2's tensors by the names of the published code; some files have other prefixes."""
     prefixes = ("deberta.", "bert.")
     prefix = next(
         (candidate for candidate in prefixes if any(name.startswith(candidate) for name in tensors)), prefixes[0]
@@ -186,9 +186,10 @@ def deberta_tensors(tensors: Mapping[str, Tensor]) -> Tensors:
 def encoder_to_hf(
     state: Mapping[str, Tensor], shape: ModelConfig, embeddings: str = "embeddings", encoder: str = "encoder"
 ) -> State:
-    """Returns the tensors, contiguous and fp32, of an encoder whose two modules have these names; each has a prefix.
+    """Returns an encoder's tensors, contiguous and fp32, with prefixed names.
 
-    With `modernbert`, a projection from embedding to hidden size is multiplied into the table.
+    `embeddings` and `encoder` are the names of its modules in `state`. With `modernbert`, a projection from embedding
+    to hidden size is multiplied into the table.
     """
     tensors = _renamed(state, encoder_pairs(shape, embeddings, encoder))
     if is_multiplied(shape):
@@ -210,10 +211,10 @@ def _product(table_VE: Tensor, projection_ED: Tensor) -> Tensor:
 
 
 def from_hf(tensors: Tensors, names_of: Iterable[Pair], expected: Mapping[str, torch.Size]) -> State:
-    """Returns our fp32 parameters from the Hugging Face tensors that `names_of` (`pairs` or `encoder_pairs`) assigns.
+    """Returns our fp32 parameters from Hugging Face tensors, as assigned in `names_of` (`pairs` or `encoder_pairs`).
 
-    `expected` has the shapes of our parameters. Raises ValueError naming the first tensor that is missing or has
-    another shape.
+    `expected` has the shapes of our parameters. Raises ValueError with the first tensor that is missing or has another
+    shape.
     """
     parameters: State = {}
     for name_in_model, names in names_of:
@@ -235,12 +236,12 @@ def one_logit(tensors: Tensors) -> None:
 
 
 def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) -> State | None:
-    """Factors multiplied tables into one shared table [V, E] and each role's projections.
+    """Factors tables that include a projection into one shared table [V, E] and each role's projections.
 
     `tables` has the tensors under `role.name` for one or both roles, `shapes` each role's shape. The factorization is
     unique only up to an invertible map. If a role has no projection, its table is the shared one; otherwise the
-    projections are scaled as at initialization. Returns None if no table of width E reproduces all tensors (to a
-    relative error of 1e-5).
+    projections are scaled as at initialization. Returns None if no table of width E reproduces all tensors to a
+    relative error of 1e-5.
     """
     width = next(iter(shapes.values())).embedding_size
     targets = {name: table.double() for name, table in tables.items()}
@@ -272,13 +273,13 @@ def factored(tables: Mapping[str, Tensor], shapes: Mapping[str, ModelConfig]) ->
 def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Returns [V, E] and [E, K] whose product is the best approximation of rank E, in fp64.
 
-    The right singular vectors come from the small Gram matrix; squaring singular values in fp64 loses only directions a
-    million times weaker than the strongest.
+    The right singular vectors come from the small Gram matrix. It has squared singular values, so fp64 loses only
+    directions a million times weaker than the strongest.
     """
     num_columns = product_VK.shape[1]
     _, vectors_KK = torch.linalg.eigh(product_VK.T @ product_VK)
     factor_EK = vectors_KK.flip(1)[:, :width].T
-    # Projections are initialized with variance 1 / (3 E); entries of singular vectors have 1 / K.
+    # Projections are initialized with variance 1 / (3 E); entries of singular vectors have variance 1 / K.
     scale = (num_columns / (3 * width)) ** 0.5
     table_VE = product_VK @ factor_EK.T / scale
     factor_EK = factor_EK * scale
@@ -292,7 +293,7 @@ def _low_rank(product_VK: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def num_parameters(path: Path) -> tuple[int, int]:
-    """Counts the parameters in a model.safetensors: those of the encoder, which `AutoModel` reads, and all."""
+    """Counts the parameters in a model.safetensors: in the encoder, which `AutoModel` reads, and in total."""
     with safe_open(path, "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no dict
     total = sum(sizes.values())

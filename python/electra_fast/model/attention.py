@@ -1,10 +1,10 @@
 """Attention within the segments of a flat buffer: one contract, a readable reference, six backends.
 
-An `AttentionMask` holds, once per micro-batch, which tokens attend to each other, in the form that the
+An `AttentionMask` records, once per micro-batch, which tokens attend to each other, in the form that the
 chosen backend reads; every layer of both networks then calls `self_attention`. A backend may change speed,
 never meaning. Nothing here synchronizes with the device. The backward passes of flash attention
-(`varlen`, `xformers`) accumulate the queries' gradients in no fixed order where a segment spans several
-blocks of keys, so they are bitwise reproducible only under `torch.use_deterministic_algorithms(True)`.
+(`varlen`, `xformers`) sum the queries' gradients in no fixed order if a segment spans several blocks of
+keys, so they are bitwise reproducible only under `torch.use_deterministic_algorithms(True)`.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, D hidden, N heads, H head dimension, X = 3*N*H,
 S segments, K blocks of keys per row.
@@ -38,15 +38,15 @@ from electra_fast.ops.operations import Dropout, linear, operation, uses_cpu_ops
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Block size of flex attention's mask, along queries and keys: what its kernels expect.
+# Block size of flex attention's mask along queries and keys, as its kernels expect.
 FLEX_BLOCK = 128
-# What scaled_dot_product_attention may choose from on CUDA.
+# The kernels from which scaled_dot_product_attention may choose on CUDA.
 SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MAX_SHORT_ROW = 512
 MAX_SHORT_HEAD = 64
 # Architectures for which the kernels of `short` compile without spilling a large part of their tiles.
 _WITH_SHORT = ("Ampere", "Ada", "Hopper", "Blackwell", "consumer Blackwell", "gfx942")
-# The longest row for which they have run, on Hopper.
+# The longest row with which they have run, on Hopper.
 MAX_PROVEN_ROW = 128
 
 T = TypeVar("T")
@@ -54,13 +54,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The division of a flat buffer of T = B*L tokens into segments, which attend to themselves only.
+    """The division of a flat buffer of T = B*L tokens into segments, which attend only to themselves.
 
-    One field is set, that of the backend: `dense_B1LL` (bool, True = attend; None: whole rows) for
-    `sdpa`, `cu_seqlens` (int32 [S+1]) for `varlen` and `flash4`, `block_mask` for `flex`, `block_diagonal` for
-    `xformers`, `segment_ids_BL` for `short`; on a CPU, where the offsets are known, `sdpa` has both instead of
-    `dense_B1LL`. `local` is the mask of layers with local attention, where a model has
-    them; its `window` is how many tokens to each side a token attends to.
+    Only the backend's field is set: `dense_B1LL` (bool, True = attend; None: whole rows) for `sdpa`, `cu_seqlens`
+    (int32 [S+1]) for `varlen` and `flash4`, `block_mask` for `flex`, `block_diagonal` for `xformers`,
+    `segment_ids_BL` for `short`. On a CPU, if the offsets are known, `sdpa` has `cu_seqlens` and `segment_ids_BL`
+    instead of `dense_B1LL`. `local` is the mask for layers with local attention, if the model has them; its
+    `window` is the number of tokens to each side to which a token attends.
     """
 
     num_rows: int
@@ -78,11 +78,11 @@ class AttentionMask:
     def packed(
         cls, segment_ids_BL: Tensor, cu_seqlens: Tensor | None, backend: str, local_attention: int = 0
     ) -> AttentionMask:
-        """The mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
+        """Returns the mask of packed rows: equal ids within a row attend to each other, padding (0) to padding.
 
-        `cu_seqlens` (int32 [S+1]) are the offsets of the same segments in the flat buffer, each padding
-        tail being one segment. T may be repeated at its end to keep its shape constant. They may be None for a backend
-        that does not read them (`Backend.reads_offsets`). `local_attention` is the model's.
+        `cu_seqlens` (int32 [S+1]) has the offsets of the same segments in the flat buffer, with each row's padding as
+        one segment. T may be repeated at its end to keep its shape constant. It may be None for a backend that does
+        not read it (`Backend.reads_offsets`). `local_attention` is the model's setting.
         """
         mask = cls._packed(segment_ids_BL, cu_seqlens, backend, None)
         if not local_attention:
@@ -101,9 +101,9 @@ class AttentionMask:
     def padded(
         cls, num_rows: int, length: int, attention_mask_BL: Tensor | None, local_attention: int = 0
     ) -> AttentionMask:
-        """One segment per row; nothing attends to padding (0), as in `transformers`. For `sdpa`.
+        """Returns a mask for `sdpa` with one segment per row; no token attends to padding (0), as in `transformers`.
 
-        `local_attention` is the model's; where it is set, an `attention_mask_BL` is needed.
+        `local_attention` is the model's setting; if it is not 0, `attention_mask_BL` is required.
         """
         if attention_mask_BL is None:
             assert not local_attention
@@ -114,41 +114,41 @@ class AttentionMask:
             return mask
         window = local_attention // 2
         device = dense_B1LL.device
-        # Padding attends to itself: it may be far from all other tokens, and softmax over nothing is NaN.
+        # Padding attends to itself: it may be far from all other tokens, and an empty softmax is NaN.
         local_B1LL = dense_B1LL & _within(window, length, device) | _within(0, length, device)
         return replace(mask, local=replace(mask, dense_B1LL=local_B1LL, window=window))
 
     def dense(self) -> Tensor | None:
-        """`dense_B1LL`, made when it is first needed if there are offsets instead."""
+        """Returns `dense_B1LL`, computed at its first use if the mask has offsets instead."""
         ids_BL = self.segment_ids_BL
-        return self.dense_B1LL if ids_BL is None else self._made("_dense", lambda: _dense(ids_BL, self.window))
+        return self.dense_B1LL if ids_BL is None else self._cached("_dense", lambda: _dense(ids_BL, self.window))
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`dense` as a summand of scores of this dtype; made once for all layers."""
+        """Returns `dense` as a bias of scores in this dtype; computed once for all layers."""
         dense_B1LL = self.dense()
-        return None if dense_B1LL is None else self._made(f"_bias {dtype}", lambda: masking_bias(dense_B1LL, dtype))
+        return None if dense_B1LL is None else self._cached(f"_bias {dtype}", lambda: masking_bias(dense_B1LL, dtype))
 
     def segments(self, dtype: torch.dtype) -> SegmentLayout:
-        """The segments by length; made once for all layers."""
+        """Returns the segments by length; computed once for all layers."""
         ids_BL = self.segment_ids_BL
         cu_seqlens = self.cu_seqlens
         assert ids_BL is not None and cu_seqlens is not None
-        return self._made(f"_segments {dtype}", lambda: segment_layout(ids_BL, cu_seqlens, self.window, dtype))
+        return self._cached(f"_segments {dtype}", lambda: segment_layout(ids_BL, cu_seqlens, self.window, dtype))
 
     @property
     def longest(self) -> int:
-        """Tokens that attend to each other, at most; on a CPU."""
+        """The length of the longest segment; on a CPU."""
         offsets = self.cu_seqlens
-        return self.length if offsets is None else self._made("_longest", lambda: int(offsets.diff().max()))
+        return self.length if offsets is None else self._cached("_longest", lambda: int(offsets.diff().max()))
 
-    def _made(self, name: str, make: Callable[[], T]) -> T:
+    def _cached(self, name: str, make: Callable[[], T]) -> T:
         if name not in self.__dict__:
             self.__dict__[name] = make()
         return cast(T, self.__dict__[name])
 
 
 def _dense(segment_ids_BL: Tensor, window: int | None) -> Tensor:
-    """Which tokens of a row attend to each other; bool [B, 1, L, L]."""
+    """Returns the tokens of each row that attend to each other; bool [B, 1, L, L]."""
     mask_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
     if window is not None:
         mask_BLL = mask_BLL & _within(window, segment_ids_BL.shape[1], mask_BLL.device)
@@ -185,7 +185,7 @@ def self_attention(
     dropout: Dropout,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Queries, keys and values of x, rotated by the angles of `ops.rotary_angles` where given, and `attend`.
+    """`attend` for the queries, keys and values of x, rotated by `rotary` (from `ops.rotary_angles`) unless None.
 
     [T, D] → [T, N*H]. `dropout` applies to the attention weights; only `short` uses its key.
     """
@@ -208,7 +208,7 @@ def self_attention(
         return cpu_ops.self_attention(qkv_TX, mask.bias(x_TD.dtype), mask.num_rows, num_heads, dropout.probability)
     if rotary is None:
         qkv_T3NH = linear(x_TD, qkv_weight_XD, qkv_bias_X).view(x_TD.shape[0], 3, num_heads, -1)
-        if mask.backend == "flash4" and not dropout.probability:  # whose gradient is one buffer from the start
+        if mask.backend == "flash4" and not dropout.probability:  # its gradient is one buffer
             return flash_attention_4.attend(*_offsets(mask), qkv_T3NH).flatten(1)
         q, k, v = qkv_T3NH.unbind(1)
     else:
@@ -221,13 +221,13 @@ def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dro
     """Softmax attention within segments, scale 1/sqrt(H); [T, N, H] each → [T, N, H].
 
     `dropout` is the dropout probability of attention weights; raises ValueError if the backend has none. For all
-    backends but `short`, which reads the qkv product itself.
+    backends except `short`, which reads the qkv product directly.
     """
     backend = BACKENDS[mask.backend]
     if dropout > 0 and not backend.has_dropout:
         raise InputError(
-            f'attention backend "{mask.backend}" has no dropout; set model.attention_dropout = 0.0, '
-            'or model.attention = "sdpa"'
+            f'model.attention = "{mask.backend}": has no dropout; set model.attention_dropout = 0.0, or '
+            'model.attention = "sdpa"'
         )
     assert backend.run is not None
     return backend.run(q_TNH, k_TNH, v_TNH, mask, dropout)
@@ -235,9 +235,9 @@ def attend(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dro
 
 @dataclass(frozen=True)
 class Queries:
-    """The tokens whose hidden states are needed, so that the last layer computes no others.
+    """The only tokens whose hidden states the last layer has to compute.
 
-    `index_n` (int64) are their indices in the flat buffer, `allowed_nT` (bool) the tokens that each of them attends to.
+    `index_n` (int64) has their indices in the flat buffer, `allowed_nT` (bool) the tokens to which each one attends.
     """
 
     index_n: Tensor
@@ -245,13 +245,13 @@ class Queries:
 
 
 def query_attention(q_nNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, queries: Queries, dropout: float = 0.0) -> Tensor:
-    """`attend` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
+    """`attend` for a few queries, with a softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     scores_NnT = torch.einsum("nah,tah->ant", q_nNH, k_TNH).float() * q_nNH.shape[-1] ** -0.5
     return mixed_values(scores_NnT, v_TNH, queries, dropout)
 
 
 def mixed_values(scores_NnT: Tensor, v_TNH: Tensor, queries: Queries, dropout: float) -> Tensor:
-    """The values of allowed tokens, weighted by a softmax of these scores; → [n, N*H]."""
+    """Returns the values of allowed tokens, weighted by a softmax of the scores; → [n, N*H]."""
     weights_NnT = scores_NnT.masked_fill(~queries.allowed_nT, float("-inf")).softmax(-1)
     weights_NnT = ops.dropout_reference(weights_NnT, Dropout(dropout)).to(v_TNH.dtype)
     return torch.einsum("ant,tah->nah", weights_NnT, v_TNH).flatten(1)
@@ -272,7 +272,7 @@ def short_attention_reference(
     window: int | None,
     dropout: Dropout,
 ) -> Tensor:
-    """`short` in plain PyTorch, given a qkv product without its bias; → [T, N*H].
+    """`short` in plain PyTorch, from a qkv product without its bias; → [T, N*H].
 
     With a key, dropout draws one mask [T, N*L] for the weights: query tokens by heads and keys of their rows.
     """
@@ -298,7 +298,7 @@ def short_attention_reference(
 def attention_reference(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Tensor, window: int | None = None
 ) -> Tensor:
-    """`attend` written out, one segment after another: the specification of every backend.
+    """`attend` for one segment at a time: the specification of every backend.
 
     With a `window`, token i attends to token j if |i - j| <= window.
     """
@@ -332,9 +332,9 @@ def _sdpa_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) ->
 
 
 def sdpa_kernels(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """The context in which to call scaled_dot_product_attention on this tensor's device.
+    """Returns the context for scaled_dot_product_attention on this tensor's device.
 
-    Without cuDNN, whose backward pass on Hopper gives NaN under masks of some lengths (issue 196678 of pytorch).
+    It excludes cuDNN, whose backward pass on Hopper gives NaN for masks of some lengths (PyTorch issue 196678).
     """
     return sdpa_kernel(SDPA_KERNELS) if x.is_cuda else contextlib.nullcontext()
 
@@ -351,8 +351,8 @@ def _varlen_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None) 
 
 
 def _varlen(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    """Flash attention by name: torch's `varlen_attn` prefers cuDNN, which before 9.25 gives NaN at empty segments."""
-    # The row length bounds every segment; the batch's longest segment would have to be read from the device.
+    """Calls flash attention directly: `varlen_attn` prefers cuDNN, which before 9.25 gives NaN for empty segments."""
+    # The row length is an upper bound; the length of the longest segment would have to be read from the device.
     offsets = mask.cu_seqlens
     out = torch.ops.aten._flash_attention_forward(
         *(q_TNH, k_TNH, v_TNH, offsets, offsets, mask.length, mask.length, dropout, False, False),
@@ -385,8 +385,8 @@ def _flex(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, drop
 
 
 def flex_function(x: Tensor) -> Callable[..., Any]:
-    """Flex attention, compiled on CUDA. Uncompiled it has all scores in memory, and is used by tests only."""
-    from torch.nn.attention.flex_attention import flex_attention  # imported here: it loads the compiler
+    """Returns flex attention, compiled on CUDA. Uncompiled, only for tests, it materializes all scores."""
+    from torch.nn.attention.flex_attention import flex_attention  # imported here because it loads the compiler
 
     compiled = x.is_cuda and not torch.compiler.is_compiling()
     plain: Any = flex_attention
@@ -395,7 +395,7 @@ def flex_function(x: Tensor) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """One function for all layers, which is compiled once for each network's shapes."""
+    """Returns one function for all layers, which is compiled once for each network's shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -403,17 +403,16 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _block_mask(segment_ids_BL: Tensor, window: int | None) -> BlockMask:
-    """Flex attention's mask of packed rows, from the range of segment ids in each block of tokens.
+    """Returns flex attention's mask of packed rows, from the range of segment ids in each block of tokens.
 
-    Two blocks whose ranges do not overlap share no segment; two that contain the same single id are
-    full. torch's `create_block_mask` gives the same result for the loader's rows, but materializes
-    [B, L, L] first.
+    Two blocks share no segment if their ranges do not overlap, and are full if they contain the same single id.
+    torch's `create_block_mask` gives the same result for the loader's rows, but materializes [B, L, L] first.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     num_rows, length = segment_ids_BL.shape
-    # Ids ascend along a row except for the padding (0) at its end: give that the highest id, and what is
-    # past the row's end one more, so that a block across the row's end is never full.
+    # Ids ascend along a row except for the padding (0) at its end. Padding therefore gets the highest id, and
+    # elements past the row's end the next one, so that a block across the row's end is never full.
     padding = length + 1
     ids_BL = torch.where(segment_ids_BL == 0, padding, segment_ids_BL)
     ids_BL = F.pad(ids_BL, (0, -length % FLEX_BLOCK), value=padding + 1)
@@ -442,7 +441,7 @@ def _block_mask(segment_ids_BL: Tensor, window: int | None) -> BlockMask:
 
 
 def _dense_to_ordered(blocks_BKK: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of key blocks per query block, and all indices, those blocks first; int32 [B, 1, K], [B, 1, K, K]."""
+    """Returns the number of key blocks per query block, and all indices, these first; int32 [B, 1, K], [B, 1, K, K]."""
     blocks_B1KK = blocks_BKK[:, None].int()
     indices = blocks_B1KK.argsort(dim=-1, descending=True, stable=True)
     return blocks_B1KK.sum(dim=-1, dtype=torch.int32), indices.int()
@@ -454,7 +453,7 @@ def _xformers_mask(ids_BL: Tensor, cu_seqlens: Tensor | None, window: int | None
 
 
 def _xformers(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, dropout: float) -> Tensor:
-    from xformers.ops.fmha import memory_efficient_attention  # imported here: an optional extra
+    from xformers.ops.fmha import memory_efficient_attention  # imported here because it is optional
 
     q, k, v = (x[None] for x in (q_TNH, k_TNH, v_TNH))  # one "batch" of T tokens, [1, T, N, H]
     out: Tensor = memory_efficient_attention(q, k, v, attn_bias=mask.block_diagonal, p=dropout)
@@ -462,27 +461,27 @@ def _xformers(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, mask: AttentionMask, 
 
 
 def _block_diagonal(cu_seqlens: Tensor, num_rows: int, length: int) -> Any:
-    """xformers' BlockDiagonalMask from offsets on the device.
+    """Returns xformers' BlockDiagonalMask from offsets on the device.
 
     Its constructor `from_seqlens` takes the lengths as Python integers, which would synchronize with the
     device at every batch. The kernels read only `seqstart` and `max_seqlen` (0.0.35: fmha/flash.py,
-    flash3.py, cutlass.py); `seqstart_py` is for `materialize` and `split`, and only its ends are known.
+    flash3.py, cutlass.py); only `materialize` and `split` read `seqstart_py`, so its two ends suffice.
     """
     from xformers.ops.fmha.attn_bias import BlockDiagonalMask, _SeqLenInfo
 
-    # The row length bounds every segment; a repeated T at the end of cu_seqlens is a segment of length 0.
+    # The row length is an upper bound; a repeated T at the end of cu_seqlens is a segment of length 0.
     seqlens = _SeqLenInfo(seqstart=cu_seqlens, max_seqlen=length, min_seqlen=0, seqstart_py=[0, num_rows * length])
     return BlockDiagonalMask(q_seqinfo=seqlens, k_seqinfo=seqlens)
 
 
 def _missing_for_short(card: Card, shape: ModelConfig, row_length: int | None) -> str | None:
     if card.architecture not in _WITH_SHORT:
-        return f"a GPU into which its kernels fit ({', '.join(_WITH_SHORT)}), and this is {card.name}"
+        return f"a GPU large enough for its kernels ({', '.join(_WITH_SHORT)}), not {card.name}"
     if row_length is None or row_length > MAX_SHORT_ROW:
-        lengths = "differ in length" if row_length is None else f"have {row_length}"
-        return f"rows of at most {MAX_SHORT_ROW} tokens, and these {lengths}"
+        lengths = "different lengths" if row_length is None else f"{row_length}"
+        return f"rows of one length up to {MAX_SHORT_ROW} tokens, not {lengths}"
     if (head_dim := _head_dim(shape)) > MAX_SHORT_HEAD:
-        return f"heads of at most {MAX_SHORT_HEAD} dimensions, and these have {head_dim}"
+        return f"a head dimension of at most {MAX_SHORT_HEAD}, not {head_dim}"
     return _missing_for_flex(card)
 
 
@@ -497,11 +496,11 @@ def _head_dim(shape: ModelConfig) -> int:
 
 def _missing_for_flash(card: Card, shape: ModelConfig, row_length: int | None) -> str | None:
     if not card.has_flash_attention:
-        return f"a GPU that runs torch's flash attention (NVIDIA's Ampere or later), and this is {card.name}"
+        return f"a GPU that runs torch's flash attention (NVIDIA's Ampere or later), not {card.name}"
     if not torch.backends.cuda.is_flash_attention_available():
-        return f"a torch built with flash attention, and {torch.__version__} is not"
+        return f"a torch built with flash attention, not {torch.__version__}"
     if (head_dim := _head_dim(shape)) % 8:
-        return f"heads of a multiple of 8 dimensions, and these have {head_dim}"
+        return f"a head dimension that is a multiple of 8, not {head_dim}"
     return None
 
 
@@ -513,20 +512,20 @@ def _missing_for_xformers(*_: object) -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return "the package xformers (pip install xformers)"
     failure = failure_of_xformers()
-    return failure and f"an xformers that works with torch {torch.__version__}; this one does not load: {failure}"
+    return failure and f"an xformers that works with torch {torch.__version__} (the installed one fails: {failure})"
 
 
 def failure_of_xformers() -> str | None:
-    """Why the installed xformers cannot compute attention; None if it can.
+    """Returns the reason why the installed xformers cannot compute attention, or None.
 
-    Its attention is that of torch, or FlashAttention 3 where that is installed. But it refuses CUDA tensors unless its
-    own extension loads, which wheels link to the CUDA that they were built with (0.0.35: CUDA 12).
+    It uses torch's attention, or FlashAttention 3 if installed, but refuses CUDA tensors unless its extension loads,
+    and wheels link the extension to the CUDA version of their build (0.0.35: CUDA 12).
     """
     logger = logging.getLogger("xformers")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns in several lines, on every import, of what this returns in one
+    logger.setLevel(logging.ERROR)  # it repeats this reason in several lines at every import
     try:
-        import xformers.ops.fmha  # noqa: F401  # importing it checks torch's version
+        import xformers.ops.fmha  # noqa: F401  # the import checks torch's version
         from xformers import _cpp_lib
     except (ImportError, OSError, AttributeError) as error:
         return _first_line(error)
@@ -546,22 +545,22 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """What is known of an attention backend.
+    """An attention backend and its properties.
 
     Args:
-        mask: The fields of an `AttentionMask`, from the segments' ids [B, L], their offsets and the window.
-        run: Computes `attend`; None for the one that reads the qkv product itself.
-        missing: What it lacks on a card for a model and rows of a length, if anything; None if it runs on any device.
-        dtypes: The activations that it computes.
-        has_dropout: It has dropout of attention weights.
-        has_windows: It has local attention.
-        is_disentangled: It has the scores of relative positions of `disentangled`.
+        mask: Makes the fields of an `AttentionMask` from the segments' ids [B, L], their offsets and the window.
+        run: Computes `attend`; None for the backend that reads the qkv product directly.
+        missing: Returns an unmet requirement for a card, model and row length; None if it runs on any device.
+        dtypes: The supported dtypes of activations.
+        has_dropout: It supports dropout of attention weights.
+        has_windows: It supports local attention.
+        is_disentangled: It supports the relative positions of `disentangled`.
         reads_offsets: It reads the segments' offsets, not their ids.
-        is_deterministic: Two runs of the same seed have bitwise equal gradients.
-        is_ours: Kernels of ours compute it.
-        max_proven_row: `auto` chooses it without a check on Hopper only, for rows of up to so many tokens; None for a
-            backend of other cards and rows too.
-        alike: The backend that saves the same tensors, if it runs on fake ones only after compiling, or not at all.
+        is_deterministic: Two runs with the same seed have bitwise equal gradients.
+        is_ours: Our kernels compute it.
+        max_proven_row: `auto` chooses it without a check only on Hopper, for rows of at most this many tokens; None if
+            it is proven for other cards and rows too.
+        alike: A backend that saves the same tensors, if it runs on fake tensors only after compilation, or not at all.
     """
 
     mask: Callable[[Tensor, Tensor | None, int | None], dict[str, Any]]
@@ -591,7 +590,7 @@ BACKENDS = {
     "flex": Backend(
         _flex_mask, _flex, _missing_for_flex, _ALL_DTYPES, has_dropout=False, is_disentangled=True, alike="varlen"
     ),
-    # Flash attention of other packages.
+    # Flash attention from other packages.
     "flash4": Backend(
         _varlen_mask, _flash4, _missing_for_flash4, has_dropout=False, reads_offsets=True, alike="varlen"
     ),

@@ -1,4 +1,4 @@
-"""Chooses how a model computes: device, activation dtype, attention backend, library of fp32 products."""
+"""Choice of device, activation dtype, attention backend and library for fp32 products."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from electra_fast.model.matmul import DEFAULT, choose_matmul, use_matmul
 from electra_fast.ops.operations import use_choices
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Those of which a measurement finds the faster one on a CPU.
+# On a CPU, a measurement finds the faster of these.
 CPU_PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a model computes.
+    """The settings with which a model computes.
 
     Args:
         attention: Attention backend.
         dtype: Dtype of activations.
-        matmul: Library of fp32 products on a CPU (`matmul.use_matmul`).
+        matmul: Library for fp32 products on a CPU (`matmul.use_matmul`).
         kernels: Chosen implementations of operations (`ops.use_choices`), as pairs; none by default.
     """
 
@@ -38,27 +38,27 @@ class ComputeConfig:
     kernels: tuple[tuple[str, str], ...] = ()
 
     def computes_segments(self, device: torch.device) -> bool:
-        """True if attention computes scores within the segments of a packed row only."""
+        """Returns whether attention computes scores only within the segments of a packed row."""
         return self.attention == "sdpa" and device.type == "cpu"
 
 
 def is_repeatable(attention: str, shape: ModelConfig) -> bool:
-    """Returns whether two runs of the same seed have bitwise equal gradients with this attention backend."""
+    """Returns whether two runs with the same seed have bitwise equal gradients with this attention backend."""
     adds_up_scores = attention == "flex" and shape.architecture == "deberta"
     return BACKENDS[attention].is_deterministic and not adds_up_scores
 
 
 @contextmanager
 def use_compute(compute: ComputeConfig) -> Iterator[None]:
-    """Computes fp32 products on a CPU, and operations, as a configuration says within the context."""
+    """Applies a configuration's implementations of fp32 products and of operations within the context."""
     with use_matmul(compute.matmul), use_choices(dict(compute.kernels)):
         yield
 
 
 def choose_device(name: str = AUTO) -> torch.device:
-    """Returns the device of a name: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`, which becomes current.
+    """Returns the device for a name: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`, which becomes current.
 
-    Raises ValueError for another name, or if the device is not there.
+    Raises ValueError for any other name, or if the device does not exist.
     """
     if name == AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,18 +67,18 @@ def choose_device(name: str = AUTO) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         if (num_devices := torch.cuda.device_count()) <= (device.index or 0) or not torch.cuda.is_available():
-            seen = f"has {num_devices} GPUs" if num_devices else "has no GPU that torch can use; doctor says why"
-            raise InputError(f"device = {name!r}: this machine {seen}; leave it out, or give cpu")
+            seen = f"{num_devices} GPUs" if num_devices else "no GPU that torch can use (see electra-fast doctor)"
+            raise InputError(f"device = {name!r}: this machine has {seen}; remove the option, or pass cpu")
         if device.index is not None:
-            torch.cuda.set_device(device)  # Triton's kernels run on the current one
+            torch.cuda.set_device(device)  # Triton's kernels run on the current device
     return device
 
 
 def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
-    """Activation dtype, attention backend and library of products of a configuration.
+    """Returns the activation dtype, attention backend and library for products of a configuration.
 
-    Measures nothing: where only a measurement can resolve `auto` (`choose_precision`, `choose_matmul`), the dtype is
-    fp32 and the library the default. A run has both resolved before (`hardware.settings`). Raises ValueError if the
+    Measures nothing: if only a measurement can resolve `auto` (`choose_precision`, `choose_matmul`), the dtype is fp32
+    and the library the default. A run resolves both beforehand (`hardware.settings`). Raises ValueError if the
     attention backend or the library cannot run.
     """
     train = config.train
@@ -89,7 +89,7 @@ def choose_compute(config: Config, device: torch.device) -> ComputeConfig:
 def resolve_compute(
     shape: ModelConfig, device: torch.device, precision: str, matmul: str, attention: str, row_length: int | None = None
 ) -> ComputeConfig:
-    """Resolves `auto` without measuring, as `choose_compute`; `row_length` is None where rows differ."""
+    """Resolves `auto` without a measurement, as in `choose_compute`; `row_length` is None if rows differ in length."""
     dtype = _dtype(precision, device)
     attention = choose_attention(attention, shape, device, dtype, row_length)
     matmul = choose_matmul(matmul, device)
@@ -97,15 +97,15 @@ def resolve_compute(
 
 
 def _dtype(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of a precision, fp32 if only a measurement can tell."""
+    """Returns the dtype of a precision, or fp32 if only a measurement can resolve it."""
     return DTYPES.get(choose_precision(precision, device), torch.float32)
 
 
 def choose_precision(requested: str, device: torch.device) -> str:
     """Resolves `auto`: on a GPU to bf16 if the hardware multiplies it, else to fp16 if that is faster than fp32.
 
-    Otherwise to fp32, but for a CPU with bf16 instructions, which on some are faster than fp32, on others slower: for
-    those, returns `auto`.
+    On a CPU, to fp32 unless it has bf16 instructions. These are faster than fp32 on some processors and slower on
+    others, so the result is then `auto`.
     """
     if requested != AUTO:
         return requested
@@ -121,9 +121,9 @@ def choose_attention(
 ) -> str:
     """Resolves `auto` to a backend's name; raises ValueError if the requested backend cannot run.
 
-    `auto` is the first that can run of those that are proven on the card; never an optional package, so that a run does
-    not depend on what happens to be installed. `dtype` is that of the activations; `row_length` counts the tokens per
-    row, None where rows differ.
+    `auto` is the first backend that can run and is proven on the card. It is never an optional package, so that a run
+    does not depend on the installed packages. `dtype` is the activations' dtype; `row_length` is the number of tokens
+    per row, or None if rows differ in length.
     """
     if requested == AUTO:
         is_hopper = device.type == "cuda" and card_of(device).is_hopper
@@ -135,12 +135,12 @@ def choose_attention(
         ]
         return next(name for name in names if not _missing_for(name, shape, device, dtype, row_length))
     if missing := _missing_for(requested, shape, device, dtype, row_length):
-        raise InputError(f'model.attention = "{requested}" needs {missing}; or set model.attention = "sdpa"')
+        raise InputError(f'model.attention = "{requested}": needs {missing}; or set model.attention = "sdpa"')
     return requested
 
 
 def available_attention(config: Config, device: torch.device) -> list[str]:
-    """The attention backends that can run a configuration, the preferred one first."""
+    """Returns the attention backends that can run a configuration, the preferred one first."""
     run = (config.model, device, _dtype(config.train.precision, device), config.data.sequence_length)
     return [name for name in BACKENDS if not _missing_for(name, *run)]
 
@@ -148,14 +148,14 @@ def available_attention(config: Config, device: torch.device) -> list[str]:
 def _missing_for(
     name: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, row_length: int | None
 ) -> str | None:
-    """The requirement that a backend lacks here; None if it can run. `row_length` is None where rows differ."""
+    """Returns the unmet requirement of a backend, or None; `row_length` is None if rows differ in length."""
     backend = BACKENDS[name]
     if backend.missing is None:
         return None
     if device.type != "cuda":
-        return f"a CUDA device, and this is {device.type}"
+        return f"a CUDA device, not {device.type}"
     if dtype not in backend.dtypes:
-        return f"16-bit activations, and these are {dtype}; set train.precision = auto"
+        return f"16-bit activations, not {dtype}; set train.precision = auto"
     if shape.attention_dropout > 0 and not backend.has_dropout:
         return "model.attention_dropout = 0.0"
     if shape.local_attention and not backend.has_windows:

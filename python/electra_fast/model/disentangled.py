@@ -1,11 +1,11 @@
 """Disentangled attention of DeBERTa (arXiv 2006.03654): scores of contents, and of contents with relative positions.
 
 The score of query token i and key token j is (q_i k_j + q_i K_r + k_j Q_r) / sqrt(3 H). K_r and Q_r are the key and the
-query, by the layer's own matrices, of row r of a table of relative positions, which all layers of a network share; r is
-the bucket of i - j. As in `attention`, tokens attend within their segments only.
+query that the layer's matrices compute from row r of a table of relative positions, which all layers of a network
+share; r is the bucket of i - j. As in `attention`, tokens attend only within their segments.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, D hidden, N heads, H head dimension, X = 3*N*H; S rows
-of the table, Y = 2*N*H their queries and keys; J = 2*L - 1 distances.
+of the table, Y = 2*N*H width of their queries and keys; J = 2*L - 1 distances.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from electra_fast.ops.operations import Dropout, gather_rows, operation, uses_cp
 
 @dataclass(frozen=True)
 class RelativePositions:
-    """The table of relative positions of a network, as far as its rows need it.
+    """The part of a network's table of relative positions that is needed for its row length.
 
     Args:
-        table_SD: Its normed rows, in the dtype of activations.
-        first_row: Number of the first of them in the whole table.
+        table_SD: Normed rows, in the activations' dtype.
+        first_row: Index of the first of them in the whole table.
         num_buckets: Half of the whole table's rows.
         max_positions: The distance at which the last bucket ends.
         position_ids_T: Positions of the tokens in their segments.
@@ -42,27 +42,27 @@ class RelativePositions:
 
     @classmethod
     def of(cls, table_SD: Tensor, max_positions: int, length: int, position_ids_T: Tensor) -> Self:
-        """Takes what rows of `length` tokens need from the whole table."""
+        """Returns the part of the whole table that rows of `length` tokens need."""
         num_buckets = len(table_SD) // 2
         first_row = 0
-        if length - 1 <= num_buckets // 2:  # each distance is its own bucket
+        if length - 1 <= num_buckets // 2:  # one bucket per distance
             first_row = num_buckets - (length - 1)
             table_SD = table_SD[first_row : num_buckets + length]
         return cls(table_SD, first_row, num_buckets, max_positions, position_ids_T)
 
     def rows(self, distance: Tensor) -> Tensor:
-        """The rows of `table_SD` for distances i - j, computed as in the published code; int64."""
+        """Returns the rows of `table_SD` for distances i - j, computed as in the published code; int64."""
         middle = self.num_buckets // 2
         size = distance.abs()
-        width = torch.log(torch.tensor((self.max_positions - 1) / middle))  # on the CPU: a constant of captured graphs
+        width = torch.log(torch.tensor((self.max_positions - 1) / middle))  # on the CPU, a constant in captured graphs
         bucket = torch.ceil(torch.log(size.clamp(min=middle) / middle) / width * (middle - 1)) + middle
         bucket = torch.where(size <= middle, distance, bucket * distance.sign()).long()
         return (bucket + self.num_buckets - self.first_row).clamp(0, len(self.table_SD) - 1)
 
     def by_distance(self, positions_SY: Tensor, length: int, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Keys and queries of the distances within rows of `length` tokens; [S, Y] → [N, J, H] twice.
+        """Returns the keys and queries of the distances within rows of `length` tokens; [S, Y] → [N, J, H] twice.
 
-        Keys in the order of j - i, queries in that of i - j, both ascending.
+        Keys are in ascending order of j - i, queries in ascending order of i - j.
         """
         rows_J = self.rows(torch.arange(1 - length, length, device=positions_SY.device))
         queries, keys = (
@@ -81,7 +81,7 @@ def disentangled_attention(
     num_heads: int,
     dropout: Dropout,
 ) -> Tensor:
-    """Attention by the scores above, given the queries, keys and values of tokens; [T, X], [S, Y] → [T, N*H].
+    """Attention with disentangled scores, from the tokens' queries, keys and values; [T, X], [S, Y] → [T, N*H].
 
     `positions_SY` has the queries and keys of the table's rows. `flex` has no dropout.
     """
@@ -122,7 +122,7 @@ def _flex(
     mask: AttentionMask,
     scale: float,
 ) -> Tensor:
-    """Scores of positions are looked up where a tile of scores is computed; their gradients add in no fixed order."""
+    """Looks up position scores while it computes a tile of scores; their gradients are summed in no fixed order."""
     rows_J = relative.rows(torch.arange(1 - mask.length, mask.length, device=q.device))
     center = mask.length - 1
 
@@ -143,7 +143,7 @@ def disentangled_query_attention(
     queries: Queries,
     dropout: Dropout,
 ) -> Tensor:
-    """`disentangled_attention` for a few queries, softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
+    """`disentangled_attention` for a few queries, with a softmax in fp32; [n, N, H], [T, N, H] twice → [n, N*H]."""
     num_heads = q_nNH.shape[1]
     positions_T = relative.position_ids_T
     rows_nT = relative.rows(positions_T[queries.index_n][:, None] - positions_T)
@@ -158,7 +158,7 @@ def disentangled_query_attention(
 def disentangled_attention_reference(
     qkv_TX: Tensor, positions_SY: Tensor, relative: RelativePositions, cu_seqlens: Tensor, num_heads: int
 ) -> Tensor:
-    """`disentangled_attention` written out, one segment and head after another: the specification of every backend."""
+    """`disentangled_attention` for one segment and head at a time: the specification of every backend."""
     q_TNH, k_TNH, v_TNH = qkv_TX.view(len(qkv_TX), 3, num_heads, -1).unbind(1)
     query_SNH, key_SNH = positions_SY.view(len(positions_SY), 2, num_heads, -1).unbind(1)
     out_TNH = torch.zeros_like(q_TNH)

@@ -1,8 +1,8 @@
-"""FlashAttention 4, of the package flash-attn-4, as an attention backend. No GPU has run it here.
+"""FlashAttention 4, from the package flash-attn-4, as an attention backend; not tested on a GPU.
 
-Called below its own autograd function, so that its kernels write the gradients of queries, keys and values into one
-buffer, and in a fixed order. Those functions are not the package's public interface, so a release whose functions take
-other arguments counts as missing.
+The functions below the package's autograd function are called directly, so that its kernels write the gradients of
+queries, keys and values into one buffer, in a fixed order. They are not a public interface, so a release whose
+functions take other arguments counts as missing.
 
 Shapes: T tokens, N heads, H head dimension, S segments.
 """
@@ -18,29 +18,29 @@ from torch import Tensor
 
 from electra_fast.card import Card
 
-# The release whose interface was read: strides other than the last are free, if multiples of 16 bytes; out, logsumexp
-# and more are returned; no dropout; a fixed order of sums on these architectures, up to this head dimension.
+# The code below follows this release: all strides but the last may be any multiple of 16 bytes; it returns out,
+# logsumexp and more; it has no dropout; sums have a fixed order on these architectures, up to this head dimension.
 RELEASE = "4.0.0b36"
 ARCHITECTURES = ("Hopper", "Blackwell")
 MAX_HEAD_DIM = 128
 
 
 def missing(card: Card, head_dim: int) -> str | None:
-    """What it lacks on a card for heads of a dimension; None if it can run."""
+    """Returns the unmet requirement for a card and a head dimension, or None if FlashAttention 4 can run."""
     if card.architecture not in ARCHITECTURES:
-        return f"a GPU of {' or '.join(ARCHITECTURES)}, for gradients in a fixed order, and this is {card.name}"
+        return f"a {' or '.join(ARCHITECTURES)} GPU, which sums gradients in a fixed order, not {card.name}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"heads of a multiple of 8 dimensions, at most {MAX_HEAD_DIM}, and these have {head_dim}"
+        return f"a head dimension that is a multiple of 8 and at most {MAX_HEAD_DIM}, not {head_dim}"
     try:
         metadata.version("flash-attn-4")  # FlashAttention 2 has a module of the same name
     except metadata.PackageNotFoundError:
         return f"the package flash-attn-4 (pip install 'flash-attn-4>={RELEASE}')"
     reason = failure()
-    return reason and f"a flash-attn-4 that works like {RELEASE}; this one does not: {reason}"
+    return reason and f"a flash-attn-4 with the interface of {RELEASE} (the installed one fails: {reason})"
 
 
 def failure() -> str | None:
-    """Why the installed flash-attn-4 cannot be called; None if it can."""
+    """Returns the reason why the installed flash-attn-4 cannot be called, or None."""
     try:
         from flash_attn.cute import interface
 
@@ -49,7 +49,7 @@ def failure() -> str | None:
         inspect.signature(interface._flash_attn_fwd).bind(*"qkv", **segments, return_lse=True)
         arguments = (*"qkv", "out", "dout", "lse")
         inspect.signature(interface._flash_attn_bwd).bind(*arguments, **segments, deterministic=True, **gradients)
-    except Exception as error:  # the import compiles, by packages that fail in ways of their own
+    except Exception as error:  # the import compiles code with packages that raise various exceptions
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None
 
@@ -59,9 +59,9 @@ def attend(cu_seqlens: Tensor, length: int, window: int | None, *qkv: Tensor) ->
 
     Args:
         cu_seqlens: The segments' offsets, int32 [S+1].
-        length: No segment is longer.
-        window: A token attends to this many tokens to each side; None for no limit.
-        qkv: Queries, keys and values, [T, N, H] each, or all in one [T, 3, N, H]; 16 bits.
+        length: An upper bound of the segments' lengths.
+        window: The number of tokens to each side to which a token attends; None for no limit.
+        qkv: Queries, keys and values, [T, N, H] each or one [T, 3, N, H]; 16 bits.
     """
     out_TNH: Tensor = _FlashAttention4.apply(cu_seqlens, length, window, *qkv)
     return out_TNH

@@ -1,4 +1,4 @@
-"""The heads of pre-training: hidden states to logits.
+"""The pre-training heads, which map hidden states to logits.
 
 Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden.
 """
@@ -18,7 +18,7 @@ class MaskedLMHead(nn.Module):
     """Hidden states → logits over the vocabulary through the embedding table; [M, D] → [M, V].
 
     `bert` and `deberta`: dense D → E, gelu, norm, table. `modernbert`: dense D → D, gelu, norm, projection D → E,
-    table. Plain heads of all: projection D → E, table, without a bias. There is a projection only where D and E differ.
+    table. Plain heads: projection D → E, table, without a bias. There is a projection only if D and E differ.
     """
 
     bias: Tensor
@@ -34,7 +34,7 @@ class MaskedLMHead(nn.Module):
         self.dense = None if is_plain else Linear(hidden, inner, bias=not is_modern)
         self.norm = None if is_plain else Norm(inner, config)
         self.projection = Linear(inner, embedding, bias=False) if inner != embedding else None
-        if is_plain:  # what the operations of the other head add
+        if is_plain:  # zeros, for operations that add a bias
             self.register_buffer("bias", bias_V, persistent=False)
         else:
             self.bias = nn.Parameter(bias_V)
@@ -42,17 +42,14 @@ class MaskedLMHead(nn.Module):
 
     @property
     def output_bias(self) -> Tensor:
-        """The bias of the logits, which keeps rows after the tokenizer's last entry from being predicted.
-
-        It is finite in 16 bits.
-        """
+        """The bias of the logits; -3e4, finite in fp16, prevents predictions of rows after the last entry."""
         num_padding = len(self.bias) - self.num_entries
         if not num_padding:
             return self.bias
         return torch.cat([self.bias[: self.num_entries], self.bias.new_full((num_padding,), -3e4)])
 
     def transform(self, x_MD: Tensor) -> Tensor:
-        """The layers before the table; [M, D] → [M, E]."""
+        """Applies the layers before the table; [M, D] → [M, E]."""
         if self.dense is not None and self.norm is not None:
             x_MD = self.norm(ops.bias_gelu(x_MD, self.dense.weight, self.dense.bias))
         return x_MD if self.projection is None else self.projection(x_MD)
@@ -61,27 +58,27 @@ class MaskedLMHead(nn.Module):
         return linear(self.transform(x_MD), table_VE, self.output_bias)
 
     def absolute(self, position_ids_T: Tensor) -> Tensor | None:
-        """The embeddings of absolute positions that the encoder's enhanced mask decoder adds, [T, D]; None without."""
+        """Returns the absolute position embeddings that an enhanced mask decoder adds, [T, D], or None without one."""
         return None
 
 
 class EnhancedMaskedLMHead(MaskedLMHead):
-    """The generator's head of `deberta`, with the positions of the enhanced mask decoder."""
+    """The generator's head for `deberta`, with the positions of the enhanced mask decoder."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.position = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
 
     def absolute(self, position_ids_T: Tensor) -> Tensor:
-        """As in the base class."""
+        """See the base class."""
         return ops.gather_rows(self.position, position_ids_T)
 
 
 class DiscriminatorHead(nn.Module):
     """Hidden states and positions → one logit per token, positive = "replaced"; [T, D], [T] → fp32 [T].
 
-    `bert`: dense, gelu, dense(1). `modernbert`: dense, gelu, norm, dense(1). `deberta`: sum with the state of the
-    segment's [CLS], norm, dense, gelu, dense(1).
+    `bert`: dense, gelu, dense(1). `modernbert`: dense, gelu, norm, dense(1). `deberta`: sum with the hidden state of
+    the segment's [CLS], norm, dense, gelu, dense(1).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -97,7 +94,7 @@ class DiscriminatorHead(nn.Module):
         classifier = self.classifier
         if self.norm is not None and self.architecture == "deberta":
             first_T = torch.arange(len(x_TD), device=x_TD.device) - position_ids_T
-            # In fp32, since its gradient is a sum over all tokens of a segment.
+            # In fp32, because its gradient is a sum over all tokens of a segment.
             precision = torch.promote_types(x_TD.dtype, torch.float32)
             x_TD = self.norm(x_TD + ops.gather_rows(x_TD.to(precision), first_T).to(x_TD.dtype))
         norm = (self.norm.weight, self.norm.eps) if self.norm is not None and self.architecture == "modernbert" else ()
@@ -107,7 +104,7 @@ class DiscriminatorHead(nn.Module):
 class LogitHead(nn.Module):
     """One logit per hidden state, w'h; [T, D] → fp32 [T].
 
-    Without a bias in `bert` and `deberta`, whose hidden states come from a norm that has one.
+    It has no bias in `bert` and `deberta`, because the preceding norm has one.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -118,7 +115,7 @@ class LogitHead(nn.Module):
         return ops.token_logits(x_TD, self.classifier.weight, self.classifier.bias)
 
 
-# By `networks.Head.kind`. Dense heads are the published code's, plain ones the formulas of the paper's draft: e(x)'h
+# By `networks.Head.kind`. Dense heads follow the published code, plain heads the formulas of the paper's draft: e(x)'h
 # for the vocabulary, w'h for a token.
 _DENSE: dict[str, type[nn.Module]] = {
     "masked_lm": MaskedLMHead,

@@ -20,13 +20,13 @@ from electra_fast.ops import operations as ops
 from electra_fast.ops.fused import SublayerWeights
 from electra_fast.ops.operations import Dropout, linear
 
-# Added for the dropout of attention weights, and of a layer's relative positions.
+# Offsets of the call index for the dropout of attention weights and of a layer's relative positions.
 ATTENTION_CALL = 1 << 14
 _POSITIONS_CALL = 1 << 13
 
 
 class Norm(nn.Module):
-    """LayerNorm; without bias in the `modernbert` architecture."""
+    """LayerNorm, without a bias in the `modernbert` architecture."""
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__()
@@ -35,23 +35,23 @@ class Norm(nn.Module):
         self.eps = config.eps
 
     def forward(self, x: Tensor, operation: Callable[..., Any] = ops.layer_norm) -> Any:
-        """LayerNorm(x), or what an operation that has the norm at its end makes of x; given weight, bias and eps.
+        """Computes LayerNorm(x), or an operation on x that ends with the norm and takes weight, bias and eps.
 
-        FSDP gathers parameters for the call of their module.
+        The operation is called here because FSDP gathers parameters when their module is called.
         """
         return operation(x, self.weight, self.bias, self.eps)
 
     def after_residual(self, linear: Linear, x_TF: Tensor, residual_TD: Tensor, dropout: Dropout) -> Tensor:
-        """LayerNorm(residual + dropout(linear(x)))."""
+        """Computes LayerNorm(residual + dropout(linear(x)))."""
         weights = (linear.weight, linear.bias, residual_TD, self.weight, self.bias)
         return ops.residual_norm(x_TF, *weights, self.eps, dropout)
 
 
 class Linear(nn.Linear):
-    """A linear layer whose fp32 weights are cast to the activations' dtype where they are used."""
+    """A linear layer whose fp32 weights are cast to the activations' dtype at each use."""
 
     def reset_parameters(self) -> None:
-        """Leaves the weights to `initialize`, and the global random state alone."""
+        """Does nothing: `initialize` sets the weights, and the global random state does not change."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -60,11 +60,11 @@ class Linear(nn.Linear):
 class Embeddings(nn.Module):
     """Token (and, in `bert`, position and type) embeddings, [T] → [T, E].
 
-    With `has_sparse_gradient`, the token table's gradient may be a sparse tensor, on a CPU and for few tokens: a step
-    of fine-tuning reads a few hundred rows of a table of tens of megabytes, and nothing else has a gradient there.
+    With `has_sparse_gradient`, the token table's gradient may be a sparse tensor on a CPU if there are few tokens: a
+    fine-tuning step reads a few hundred rows of a table of tens of megabytes, and only these get a gradient.
 
-    With a `base`, which is not a submodule, `token` is added to its token table, and only `token` gets a gradient
-    (gradient-disentangled embedding sharing, GDES, of DeBERTaV3, arXiv 2111.09543).
+    With a `base`, which is not a submodule, `token` is added to the base's token table, and only `token` gets a
+    gradient (gradient-disentangled embedding sharing, GDES, in DeBERTaV3, arXiv 2111.09543).
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BertLayer(nn.Module):
         return self.feed_forward(x_TD, dropout)
 
     def feed_forward(self, x_TD: Tensor, dropout: Dropout) -> Tensor:
-        """The second sublayer, given the layer's first dropout."""
+        """Applies the second sublayer; `dropout` is the layer's first dropout."""
         weights = _sublayer_weights(self.feed_forward_in, self.feed_forward_out, self.feed_forward_norm)
         return ops.feed_forward(x_TD, weights, self.feed_forward_norm.eps, dropout.call(1))
 
@@ -154,7 +154,7 @@ class BertLayer(nn.Module):
 class DebertaLayer(BertLayer):
     """`BertLayer` with disentangled attention.
 
-    With `query_states`, they take the place of x as queries and residual (the enhanced mask decoder of DeBERTa).
+    `query_states_TD`, if given, replaces x as queries and residual (the enhanced mask decoder of DeBERTa).
     """
 
     def forward(  # type: ignore[override]  # relative positions in place of rotary angles
@@ -169,7 +169,7 @@ class DebertaLayer(BertLayer):
         attention_dropout = _attention_dropout(self, dropout)
         width = x_TD.shape[1]
         assert self.qkv.bias is not None
-        # The same in all micro-batches of a step.
+        # The key is the same in all micro-batches of a step.
         key = None if dropout.key is None else torch.cat((dropout.key[:2], dropout.key[:1] * 0))
         table_SD = ops.dropout(relative.table_SD, replace(dropout.call(_POSITIONS_CALL), key=key))
         positions_SX = linear(table_SD, self.qkv.weight[: 2 * width], self.qkv.bias[: 2 * width])
@@ -192,7 +192,7 @@ class DebertaLayer(BertLayer):
 
 
 class Convolution(nn.Module):
-    """norm(residual + activation(convolution(x))) within segments, beside the first layer of DeBERTaV2's larger models.
+    """norm(residual + activation(convolution(x))) within segments, at the first layer of DeBERTaV2's larger models.
 
     [T, D] → [T, D].
     """
@@ -214,7 +214,7 @@ class Convolution(nn.Module):
         parts = []
         for start in range(self.size):
             tokens = slice(start, start + num_tokens)
-            # Only tokens of one segment are as far apart by position as in the buffer; padding has position 0.
+            # Positions in one segment differ by the tokens' distance in the buffer; padding has position 0.
             is_near_T = position_S[tokens] - position_ids_T == start - half
             parts.append(x_SD[tokens] * is_near_T[:, None])
         out_TD = linear(torch.cat(parts, dim=1), self.weight.transpose(1, 2).reshape(width, -1), self.bias)
@@ -224,7 +224,7 @@ class Convolution(nn.Module):
 
 
 def _attention_dropout(layer: BertLayer | ModernLayer, dropout: Dropout) -> Dropout:
-    """The dropout of a layer's attention weights, given the layer's first dropout."""
+    """Returns the dropout for a layer's attention weights from the layer's first dropout."""
     probability = layer.attention_dropout if layer.training else 0.0
     return replace(dropout.call(ATTENTION_CALL), probability=probability)
 
@@ -235,11 +235,11 @@ def _sublayer_weights(into: Linear, out: Linear, norm: Norm) -> SublayerWeights:
 
 
 class ModernLayer(nn.Module):
-    """Pre-norm layer with rotary positions and GeGLU, no biases; hidden states and their norm, [T, D] each → the same.
+    """Pre-norm layer with rotary positions and GeGLU, without biases; hidden states and their norm → both, [T, D] each.
 
-    Each sublayer ends with the norm of the next (`ops.add_norm`), so the layer reads what is normed already, and
-    `next_norm` is the next layer's attention norm or the output norm. As in ModernBERT the first layer has no attention
-    norm: the embeddings are normed already.
+    Each sublayer ends with the next sublayer's norm (`ops.add_norm`), so the layer's input is already normed, and
+    `next_norm` is the next layer's attention norm or the output norm. As in ModernBERT, the first layer has no
+    attention norm, because the embeddings are already normed.
     """
 
     def __init__(self, config: ModelConfig, is_first: bool) -> None:
@@ -291,7 +291,7 @@ class ModernLayer(nn.Module):
 
 
 def _queries_keys_values(qkv: Linear, x_TD: Tensor, index_n: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of some tokens, keys and values of all; [T, D], [n] → [n, N, H], [T, N, H] twice."""
+    """Returns queries of some tokens, and keys and values of all; [T, D], [n] → [n, N, H], [T, N, H] twice."""
     width = x_TD.shape[1]
     bias_q, bias_kv = (None, None) if qkv.bias is None else (qkv.bias[:width], qkv.bias[width:])
     q_nD = linear(ops.gather_rows(x_TD, index_n), qkv.weight[:width], bias_q)

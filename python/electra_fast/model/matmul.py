@@ -1,10 +1,10 @@
 """Choice of the library for fp32 matrix products on a CPU: torch's default, or oneDNN, which every torch contains.
 
-By default torch gives fp32 products to MKL, which uses AVX-512 on Intel's processors only: on an AMD EPYC oneDNN is
-more than twice as fast (bench/LOG.md). torch has no switch for this. But it gives all fp32 products to oneDNN once
-`torch.backends.mkldnn.matmul.fp32_precision` permits oneDNN to round their factors to bf16, which oneDNN does only
-where that is faster: with AMX. Without AMX its products have full precision. So "onednn" is refused on processors with
-AMX, and a measurement that finds rounded factors never chooses it.
+By default, torch computes fp32 products with MKL, which uses AVX-512 only on Intel processors: on an AMD EPYC, oneDNN
+is more than twice as fast (bench/LOG.md). torch has no switch for this. However, it sends all fp32 products to oneDNN
+if `torch.backends.mkldnn.matmul.fp32_precision` permits rounding of the factors to bf16, and oneDNN rounds only if that
+is faster, which is the case with AMX. Without AMX, its products have full precision. "onednn" is therefore rejected on
+processors with AMX, and never chosen if a measurement detects rounded factors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from electra_fast.messages import say
 DEFAULT = "default"
 ONEDNN = "onednn"
 KINDS = ("forward", "input gradient", "weight gradient")
-# oneDNN must be this much faster, because measurements of equally fast libraries would choose at random.
+# Least speedup of oneDNN; without it, measurements of equally fast libraries would choose at random.
 MIN_SPEEDUP = 1.2
-# Difference of two fp32 products, relative to the largest element; factors rounded to bf16 give more than 2^-13.
+# Largest difference of two fp32 products, relative to the largest element; factors rounded to bf16 exceed 2^-13.
 MAX_DIFFERENCE = 2.0**-16
-# FLOPs of a measured product: some milliseconds on one core.
+# Limit of FLOPs per measured product: a few milliseconds on one core.
 MAX_FLOPS = 2e8
 REPETITIONS = 3
 
@@ -40,15 +40,15 @@ _MKLDNN: Any = torch.backends.mkldnn
 _lock = threading.Lock()
 _num_users = 0
 _precision_before = "none"
-# The process that computed first (0: none did), and its forks that have computed.
+# The process that computed first (0: none yet), and its forks that have computed.
 first_process = 0
 _forks: set[int] = set()
 
 
 def allow_forks() -> None:
-    """Computes with one thread in a fork of a process that has computed.
+    """Switches to one thread in a fork of a process that has computed.
 
-    Such a fork has none of OpenMP's threads, and an operation that waits for them never ends.
+    Such a fork lacks OpenMP's threads, so an operation that waits for them would never end.
     """
     global first_process
     first_process = first_process or os.getpid()
@@ -57,14 +57,14 @@ def allow_forks() -> None:
     torch.set_num_threads(1)
     if os.getpid() not in _forks:
         _forks.add(os.getpid())
-        say("this process was forked from one that had computed, so it has one thread; to use more, fork earlier")
+        say("this process was forked after its parent had computed, so it uses one thread; fork earlier to use more")
 
 
 @contextmanager
 def use_matmul(name: str) -> Iterator[None]:
-    """Computes all fp32 products of this process on the CPU by "default" or "onednn" within the context.
+    """Computes all fp32 products of this process on the CPU with "default" or "onednn" within the context.
 
-    Contexts of several threads may overlap. Raises InputError if the processor has no "onednn".
+    Contexts of several threads may overlap. Raises InputError if the processor does not support "onednn".
     """
     allow_forks()
     require_matmul(name)
@@ -79,16 +79,15 @@ def use_matmul(name: str) -> Iterator[None]:
 
 
 def require_matmul(name: str) -> None:
-    """Raises InputError if this processor cannot compute fp32 products by `name`."""
+    """Raises InputError if this processor cannot compute fp32 products with the library `name`."""
     if name == ONEDNN and not has_onednn():
         raise InputError(
-            'matmul = "onednn" needs a processor with AVX-512 and without AMX, with which oneDNN rounds to bf16; set '
-            '"default"'
+            'matmul = "onednn": requires AVX-512 without AMX, because oneDNN rounds to bf16 with AMX; set "default"'
         )
 
 
 def has_onednn() -> bool:
-    """Returns True if torch can give fp32 products to oneDNN and oneDNN computes them in fp32."""
+    """Returns whether torch can send fp32 products to oneDNN and oneDNN computes them in fp32."""
     capabilities = torch.cpu.get_capabilities()
     return bool(_MKLDNN.is_available() and capabilities.get("avx512_bw") and not capabilities.get("amx_tile"))
 
@@ -103,28 +102,28 @@ def _count_users(change: int) -> None:
 
 
 def choose_matmul(requested: str, device: torch.device) -> str:
-    """Resolves `auto` to "default" where there is no choice, and leaves it to a measurement elsewhere.
+    """Resolves `auto` to "default" if there is no alternative; otherwise `auto` stays, for a measurement.
 
-    Raises InputError if the device has no "onednn".
+    Raises InputError if the device does not support "onednn".
     """
     if requested == AUTO:
         return AUTO if device.type == "cpu" and has_onednn() else DEFAULT
     if requested == ONEDNN and device.type != "cpu":
-        raise InputError(f'matmul = "onednn" is of products on a CPU, and this is {device.type}; set "auto"')
+        raise InputError(f'matmul = "onednn": requires a CPU, not {device.type}; set "auto"')
     require_matmul(requested)
     return requested
 
 
 @dataclass(frozen=True)
 class MatmulMeasurement:
-    """Seconds of an encoder's products by library and kind, and how much those of oneDNN differ from the default's."""
+    """Seconds of an encoder's products by library and kind, and the difference between the two libraries' results."""
 
     seconds: Mapping[str, Mapping[str, float]]
     difference: float
 
     @property
     def fastest(self) -> str:
-        """oneDNN if all products together are clearly faster with it, and differ by fp32's rounding only."""
+        """oneDNN if all products together are clearly faster with it and equal up to fp32 rounding."""
         if self.difference > MAX_DIFFERENCE:
             return DEFAULT
         default, onednn = (sum(self.seconds[name].values()) for name in (DEFAULT, ONEDNN))
@@ -136,13 +135,13 @@ class MatmulMeasurement:
         default = self.seconds[DEFAULT]
         onednn = self.seconds[ONEDNN]
         ratios = ", ".join(f"{kind} {default[kind] / onednn[kind]:.2f}" for kind in KINDS)
-        return f"time of fp32 products by torch's default, relative to oneDNN: {ratios}"
+        return f"time of fp32 products with torch's default, relative to oneDNN: {ratios}"
 
 
 def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
-    """Times the three products of an encoder's linear layers by both libraries, with torch's current threads.
+    """Times the three products of an encoder's linear layers with both libraries and torch's current threads.
 
-    Takes a fraction of a second: products of large layers have fewer than `num_tokens` tokens.
+    Takes a fraction of a second, because products of large layers have fewer than `num_tokens` tokens.
     """
     seconds = {name: dict.fromkeys(KINDS, 0.0) for name in (DEFAULT, ONEDNN)}
     difference = 0.0
@@ -164,12 +163,12 @@ def measure_matmul(shape: ModelConfig, num_tokens: int) -> MatmulMeasurement:
 
 @cache
 def fastest_matmul(shape: ModelConfig, device: torch.device) -> str:
-    """The faster library for an encoder on this device, measured once per process and not recorded."""
+    """Returns the faster library for an encoder on this device, measured once per process and not recorded."""
     return DEFAULT if choose_matmul(AUTO, device) == DEFAULT else measure_matmul(shape, 512).fastest
 
 
 def _layers(shape: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's four linear layers."""
+    """Returns (inputs, outputs) of a layer's four linear layers."""
     hidden = shape.hidden_size
     inner = shape.intermediate_size
     into = 2 * inner if shape.architecture == "modernbert" else inner

@@ -1,9 +1,8 @@
-"""The networks: embeddings, encoders and what an objective makes of them, over one flat buffer of tokens.
+"""The networks over one flat buffer of tokens: encoders, and `Electra` with the networks of an objective.
 
-Three architectures share one shape of code: `bert`, the paper's post-norm encoder (exports to
-`transformers`' Electra), `modernbert`, pre-norm with rotary positions, GeGLU and no biases (exports
-to ModernBERT), and `deberta`, post-norm with disentangled attention (DeBERTaV2). The objective determines the
-networks of a model.
+Three architectures share this code: `bert`, the paper's post-norm encoder (exported as `transformers`' Electra),
+`modernbert`, pre-norm with rotary positions, GeGLU and no biases (exported as ModernBERT), and `deberta`, post-norm
+with disentangled attention (exported as DeBERTaV2).
 
 Shapes: T packed tokens, M masked slots, V vocabulary, E embedding, D hidden, S rows of the table of relative positions.
 """
@@ -29,18 +28,18 @@ from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 from electra_fast.ops.sampling import alias_table
 
-# Two networks may share modules, so the dropout call indices of the second start past the generator's.
+# Two networks may share modules, so the dropout call indices of the second start after the generator's.
 FIRST_CALL = {"generator": 0, "discriminator": 1 << 15, "encoder": 1 << 15}
-# Added for the dropout of the convolution.
+# Offset of the call index for the dropout of the convolution.
 _CONVOLUTION_CALL = 1 << 12
 
 
 class Encoder(nn.Module):
-    """Projection E → D where the widths differ, then the layers; [T, E] → [T, D].
+    """Projection E → D if the widths differ, then the layers; [T, E] → [T, D].
 
-    With `queries`, the hidden states of those tokens only; → [n, D]. With `absolute_TD`, embeddings of absolute
-    positions (`deberta`), those of the enhanced mask decoder: the last layer reads the states before it twice, at first
-    with these states and absolute positions as queries, then with its own output.
+    With `queries`, the result has only the hidden states of those tokens; → [n, D]. `absolute_TD`, embeddings of
+    absolute positions (`deberta`), adds the enhanced mask decoder: the last layer runs twice on its input, first with
+    the sum of its input and the absolute positions as queries, then with its first output as queries.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -85,7 +84,7 @@ class Encoder(nn.Module):
         normed_TD = x_TD
         norms = [] if self.output_norm is None else self.norms
         rotary = local_rotary = None
-        precision = torch.promote_types(x_TD.dtype, torch.float32)  # of the angles
+        precision = torch.promote_types(x_TD.dtype, torch.float32)  # dtype of the angles
         if self.architecture == "modernbert":
             rotary = ops.rotary_angles(position_ids_T, self.head_dim, self.rope_theta, precision)
         if any(self.is_local):
@@ -94,7 +93,7 @@ class Encoder(nn.Module):
         for i, layer in enumerate(self.layers):
             context = (mask.local, local_rotary) if self.is_local[i] else (mask, rotary)
             only = (queries, slots) if i == len(self.layers) - 1 else (None, None)
-            end = (*context, dropout.call(1 + 2 * i), *only)  # call 0 is the embeddings'
+            end = (*context, dropout.call(1 + 2 * i), *only)  # call 0 is for the embeddings
             if norms:
                 x_TD, normed_TD = layer(x_TD, normed_TD, norms[i], *end)
             else:
@@ -103,7 +102,7 @@ class Encoder(nn.Module):
 
     @property
     def norms(self) -> list[nn.Module]:
-        """Of `modernbert`, the norm after each layer."""
+        """The norm after each layer of `modernbert`."""
         between = [layer.get_submodule("attention_norm") for layer in self.layers[1:]]
         return [*between, self.get_submodule("output_norm")]
 
@@ -116,7 +115,7 @@ class Encoder(nn.Module):
         queries: Queries | None,
         absolute_TD: Tensor | None,
     ) -> Tensor:
-        """The layers of `deberta`, given the normed embeddings."""
+        """Applies the layers of `deberta` to the normed embeddings."""
         embedded_TD = x_TD = ops.dropout(x_TD, dropout)
         table_SD = self.relative_norm(self.relative.to(x_TD.dtype))
         relative = RelativePositions.of(table_SD, self.max_positions, mask.length, position_ids_T)
@@ -139,10 +138,10 @@ class Encoder(nn.Module):
 
 
 class Proposal(nn.Module):
-    """Proposes replacements without looking at the text; has no parameters.
+    """Proposes replacements independently of the text; has no parameters.
 
-    `uniform`: every entry of the vocabulary, special ones included, as in the published code. `unigram`: in proportion
-    to the counts of the training corpus, which `set_counts` takes and checkpoints store.
+    `uniform` samples from all entries of the vocabulary, including special ones, as in the published code. `unigram`
+    samples in proportion to the counts of the training corpus, which `set_counts` sets and checkpoints store.
     """
 
     table_V2: Tensor
@@ -151,33 +150,33 @@ class Proposal(nn.Module):
         super().__init__()
         is_uniform = config.generator.kind == "uniform"
         vocab_size = config.model.vocab_size
-        # Computed from numbers, also in a model on the meta device.
+        # On the CPU, even in a model on the meta device, since the table is computed from values.
         uniform_V = torch.ones(vocab_size, device="cpu")
         table = alias_table(uniform_V) if is_uniform else torch.zeros(vocab_size, 2, dtype=torch.int64)
         self.register_buffer("table_V2", table, persistent=not is_uniform)
 
     @property
     def has_counts(self) -> bool:
-        """True once there is a distribution to sample from."""
+        """True once a distribution is set."""
         return bool(self.table_V2.any())
 
     def set_counts(self, counts_V: Tensor) -> None:
-        """Makes these counts the distribution: int or float [V] or fewer; entries without a count are not drawn."""
+        """Sets the distribution from counts, int or float, at most [V]; entries without a count are never sampled."""
         counts_V = torch.nn.functional.pad(counts_V, (0, len(self.table_V2) - len(counts_V)))
         self.table_V2.copy_(alias_table(counts_V))
 
     def sample(self, slot_M: Tensor, seed_and_step: Tensor) -> Tensor:
-        """One sample per slot, keyed as the generator's are; int64 [M] → int64 [M]."""
+        """Returns one sample per slot, with the same random keys as the generator's; int64 [M] → int64 [M]."""
         return ops.sample_alias(self.table_V2, slot_M, seed_and_step)
 
 
 class Electra(nn.Module):
-    """The networks of an objective by role, their heads, and what they share by `model.tying`.
+    """The networks of an objective by role, with their heads; `model.tying` determines the shared parameters.
 
     The generator's parts are `generator_embeddings`, `generator` and `generator_head`. The other network has
-    `embeddings`, and `discriminator` and `discriminator_head`, or `encoder` and `encoder_head` where it predicts
-    tokens. `networks` lists those present. Some objectives have more heads. `proposal` takes the generator's place
-    where `generator.kind` is not `model`.
+    `embeddings`, and `discriminator` and `discriminator_head`, or `encoder` and `encoder_head` if it predicts tokens.
+    `networks` lists the networks that exist. Some objectives have more heads. `proposal` replaces the generator if
+    `generator.kind` is not `model`.
 
     Args:
         config: Sizes, objective and tying; `model.vocab_size` must be set.
@@ -196,7 +195,7 @@ class Electra(nn.Module):
     def __init__(self, config: Config, roles: Collection[str] | None = None) -> None:
         super().__init__()
         if config.model.vocab_size < 1:
-            raise InputError("model.vocab_size is 0: set it, or take it from a corpus")
+            raise InputError("model.vocab_size = 0: must be above 0; set it, or take it from a corpus")
         self.config = config
         self.num_entries = config.model.vocab_size
         networks = networks_of(config)
@@ -219,7 +218,7 @@ class Electra(nn.Module):
             nn.init.zeros_(self.embeddings.token)
 
     def limit_vocabulary(self, num_entries: int) -> None:
-        """Keeps rows of the tables after the tokenizer's last entry, which are padding, from being predicted."""
+        """Prevents predictions of the tables' padding rows, after the tokenizer's last entry."""
         self.num_entries = num_entries
         for head in self.children():
             if isinstance(head, MaskedLMHead):
@@ -229,9 +228,9 @@ class Electra(nn.Module):
             self.proposal.set_counts(torch.ones(num_entries))
 
     def folded(self, modules: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-        """The parameters with whole token tables, where `disentangled` trains a summand; not copied otherwise.
+        """Returns the parameters, without copies except for `disentangled` token tables, which are summed.
 
-        With `modules`, those of some modules, under other names: {new name: module}.
+        `modules` selects modules and renames them: {new name: module}.
         """
         tensors = {name: parameter.detach() for name, parameter in self.named_parameters(remove_duplicate=False)}
         tables = {name: module.table for name, module in self.named_children() if isinstance(module, Embeddings)}
@@ -249,9 +248,9 @@ class Electra(nn.Module):
         if role not in self.networks:
             present = " and ".join(self.networks)
             if role in networks_of(self.config):
-                raise InputError(f"this model was read from the {present} alone and has no {role}")
+                raise InputError(f"this model has no {role}, because only its {present} was loaded")
             name = self.config.objective.name
-            raise InputError(f'this model has the {present} only (objective.name = "{name}") and no {role}')
+            raise InputError(f'this model has no {role}, only the {present} (objective.name = "{name}")')
 
     def hidden(
         self,
@@ -265,10 +264,10 @@ class Electra(nn.Module):
         *,
         slots: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        """The last hidden states of a network; [T] → [T, D]. Raises ValueError if there is no such network.
+        """Returns the last hidden states of a network; [T] → [T, D]. Raises ValueError if there is no such network.
 
         Applies dropout if the network's encoder is in training mode. With `slots`, the arguments of `ops.slot_states`
-        after the first, those at masked slots only; → [M, D].
+        after the first, returns only the states at masked slots; → [M, D].
         """
         self._require(role)
         if not torch.compiler.is_compiling() and os.getpid() != matmul.first_process:
@@ -278,7 +277,7 @@ class Electra(nn.Module):
         dropout = Dropout(self.config.model.dropout if encoder.training else 0.0, dropout_key, FIRST_CALL[role])
         x_TE = embeddings(ids_T, positions_T, types_T, dtype, dropout)
         absolute_TD = self.generator_head.absolute(positions_T) if role == "generator" else None
-        # Masks of dropout are keyed by token.
+        # With dropout, all tokens are computed, because its masks are keyed by token.
         has_dropout = encoder.training and (self.config.model.dropout or self.config.model.attention_dropout)
         early = None if has_dropout or encoder.architecture == "deberta" else slots
         hidden_TD: Tensor = encoder(x_TE, positions_T, mask, dropout, absolute_TD=absolute_TD, slots=early)
@@ -287,7 +286,7 @@ class Electra(nn.Module):
     def discriminator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Replaced-token logits as `transformers` computes them; integer [B, L] → fp32 [B, L]."""
+        """Returns replaced-token logits as in `transformers`; integer [B, L] → fp32 [B, L]."""
         inputs = self._flat_inputs(input_ids, attention_mask, token_type_ids)
         hidden_TD = self.hidden("discriminator", *inputs)
         logits_T: Tensor = self.discriminator_head(hidden_TD, inputs[1])
@@ -296,7 +295,7 @@ class Electra(nn.Module):
     def generator_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Vocabulary logits as `transformers` computes them; integer [B, L] → fp32 [B, L, V]."""
+        """Returns vocabulary logits as in `transformers`; integer [B, L] → fp32 [B, L, V]."""
         hidden_TD = self.hidden("generator", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
         logits_TV: Tensor = self.generator_head(hidden_TD, self.generator_embeddings.table)
         return logits_TV.view(*input_ids.shape, -1)
@@ -304,7 +303,7 @@ class Electra(nn.Module):
     def encoder_logits(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """`generator_logits` of the encoder that `replace-mlm` and `all-tokens-mlm` train, without a copy head."""
+        """Returns `generator_logits` for the encoder of `replace-mlm` and `all-tokens-mlm`, without a copy head."""
         hidden_TD = self.hidden("encoder", *self._flat_inputs(input_ids, attention_mask, token_type_ids))
         logits_TV: Tensor = self.encoder_head(hidden_TD, self.embeddings.table)
         return logits_TV.view(*input_ids.shape, -1)
@@ -314,11 +313,13 @@ class Electra(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, AttentionMask, torch.dtype]:
         num_rows, length = input_ids.shape
         if length > self.config.model.max_positions and self.config.model.architecture != "modernbert":
-            raise InputError(f"rows of {length} tokens; this model reads {self.config.model.max_positions}")
+            raise InputError(
+                f"sequence length = {length}: must be at most model.max_positions = {self.config.model.max_positions}"
+            )
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         positions_BL = torch.arange(length, device=input_ids.device).expand(num_rows, -1)
         if attention_mask is not None and self.config.model.architecture == "deberta":
-            positions_BL = positions_BL * attention_mask  # padding is no neighbor of a convolution
+            positions_BL = positions_BL * attention_mask  # a convolution must not read padding
         if attention_mask is None and self.config.model.local_attention:
             attention_mask = torch.ones_like(input_ids)
         mask = AttentionMask.padded(num_rows, length, attention_mask, self.config.model.local_attention)
@@ -326,22 +327,21 @@ class Electra(nn.Module):
 
 
 def initialize(model: nn.Module, architecture: str, seed: int) -> None:
-    """Sets every parameter from a seed: biases 0, norms 1, matrices by the architecture's rule.
+    """Initializes every parameter from a seed: biases 0, norms 1, matrices as follows.
 
-    `bert`, as the published code: normal of standard deviation 0.02 truncated at two of them; Glorot
-    uniform, TensorFlow's default, where that code names no initializer: the projection E → D and the
-    discriminator's classifier. `deberta`: all matrices by that normal. `modernbert`: tables by the normal;
-    matrices uniform of variance 1 / (3 inputs), those that write to the residual stream 0, so that every layer starts
-    as the identity.
+    `bert`, as in the published code: a normal with standard deviation 0.02, truncated at two standard deviations, but
+    Glorot uniform, TensorFlow's default, if that code sets no initializer (the projection E → D and the discriminator's
+    classifier). `deberta`: this normal for all matrices. `modernbert`: this normal for tables; matrices uniform with
+    variance 1 / (3 inputs), or 0 if they write to the residual stream, so that every layer starts as the identity.
     """
     random = torch.Generator().manual_seed(seed)
     modern = architecture == "modernbert"
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:  # has no values, and torch would import its compiler to draw none
+        if parameter.is_meta:  # no values to set, and torch would import its compiler
             continue
         with torch.no_grad():
             if parameter.dim() < 2:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear draws its biases
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)  # nn.Linear would sample its biases
             elif modern and name.endswith(("attention_out.weight", "feed_forward_out.weight")):
                 parameter.zero_()
             elif modern and ".token" not in name:
@@ -362,8 +362,8 @@ def glorot_uniform_(x: Tensor, random: torch.Generator) -> None:
 def _truncated_normal(x: Tensor, deviation: float, random: torch.Generator) -> None:
     """Fills x from a normal truncated at two standard deviations, by inversion.
 
-    Not `nn.init.trunc_normal_`: torch 2.15 draws otherwise than 2.11, and twelve times slower.
+    `nn.init.trunc_normal_` gives other values in torch 2.15 than in 2.11, and is twelve times slower.
     """
     mass = math.erf(2 / math.sqrt(2))
     x.uniform_(-mass, mass, generator=random).erfinv_().mul_(deviation * math.sqrt(2))
-    x.clamp_(-2 * deviation, 2 * deviation)  # a draw at the edge may round beyond it
+    x.clamp_(-2 * deviation, 2 * deviation)  # a value at the edge may be rounded beyond it

@@ -1,6 +1,6 @@
 """The networks that an objective trains: the shape of each encoder, and its heads.
 
-The model, the FLOP counts, reports and exports read it.
+The model, the counts of FLOPs, reports and exports read this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PARTS = {
     "encoder": ("embeddings", "encoder", "encoder_head"),
     "generator": ("generator_embeddings", "generator", "generator_head"),
 }
-"""Submodules of `Electra` by role: embeddings, encoder, head. The result of an objective comes before its generator."""
+"""Submodules of `Electra` by role: embeddings, encoder, head; an objective's result comes before its generator."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Network:
 
     Args:
         shape: Sizes of the encoder, and of its embeddings unless they are shared.
-        heads: By the attribute of `Electra` that holds each.
+        heads: Heads by their attribute in `Electra`.
         is_trained: False for a network that only runs forward.
     """
 
@@ -34,13 +34,13 @@ class Network:
 
 
 def networks_of(config: Config, objective: str | None = None) -> dict[str, Network]:
-    """The networks by role, in the order in which they are built; the objective's result comes last.
+    """Returns the networks by role, in the order in which they are built; the objective's result comes last.
 
-    There is no generator where replacements come from a fixed distribution.
+    There is no generator if replacements come from a fixed distribution.
 
     Args:
         config: The run's configuration.
-        objective: One of `OBJECTIVE_SPECS`; the configuration's own by default.
+        objective: One of `OBJECTIVE_SPECS`; by default the configuration's.
     """
     spec = OBJECTIVE_SPECS[objective or config.objective.name]
     networks = {}

@@ -1,6 +1,6 @@
-"""The objectives: a frozen class each, and the table that names them.
+"""The objectives, one frozen class each, and the table of their names.
 
-`objective` has their interface and the parts that they share.
+`objective` has their interface and shared parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`electra` and its variants: replaced-token detection. A generator fills the masks; a discriminator finds its changes.
+"""`electra` and its variants: a generator fills the masks, and a discriminator detects the replaced tokens.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M masked slots, D hidden.
 """
@@ -42,7 +42,7 @@ from electra_fast.objectives.objective import (
 from electra_fast.ops import operations as ops
 from electra_fast.ops.branches import on_branch
 
-_WHOLE = 0.2  # the probability that a segment is left unchanged under a contrastive weight
+_WHOLE = 0.2  # probability that a segment stays unchanged under a contrastive weight
 # Streams of `random_words`.
 _SEGMENTS_STREAM = 4
 _TOKENS_STREAM = 3
@@ -50,7 +50,7 @@ _TOKENS_STREAM = 3
 
 @dataclass(frozen=True)
 class GeneratorAloneObjective(MaskedLMObjective):
-    """Masked language modeling of the generator, before its discriminator trains with it."""
+    """Masked language modeling with the generator, before the joint training with its discriminator."""
 
     def networks(self) -> dict[str, Network]:
         return {"generator": ElectraObjective(self.config).networks()["generator"]}
@@ -58,17 +58,17 @@ class GeneratorAloneObjective(MaskedLMObjective):
 
 @dataclass(frozen=True)
 class ElectraObjective(GeneratorObjective):
-    """gen_weight * masked language modeling of the generator + disc_weight * replaced-token detection.
+    """gen_weight * masked language modeling with the generator + disc_weight * replaced-token detection.
 
     No gradient flows from the discriminator to the generator through the samples. With a corrective weight, the
-    discriminator also predicts the original tokens at the masked positions of the corrupted text, through a head of its
-    own and its embedding table (after the corrective language modeling of COCO-LM, arXiv 2102.08473, which has a loss
+    discriminator also predicts the original tokens at the masked positions of the corrupted text, through a separate
+    head and its embedding table (after the corrective language modeling of COCO-LM, arXiv 2102.08473, which has a loss
     over all tokens and a copy mechanism). With a contrastive weight, a fifth of the segments stay unchanged, and a head
     on [CLS] recognizes them (Appendix H).
 
-    With `generator_first`, the generator trains alone in so many steps, a stage with a learning-rate schedule of its
-    own, as is the rest. Nothing of the discriminator moves meanwhile, and so neither do shared embeddings: it is the
-    large first gradients of a new generator that they have to be protected from.
+    `generator_first` is the number of steps in which the generator trains alone; both stages have separate
+    learning-rate schedules. Meanwhile the discriminator, including shared embeddings, stays fixed, since the first
+    gradients of a new generator are large and would damage it.
     """
 
     name = "electra"
@@ -89,7 +89,7 @@ class ElectraObjective(GeneratorObjective):
         "contrastive_correct",
     )
     denominator: ClassVar[str] = "tokens"
-    """The total that counts the tokens of the discriminator's loss."""
+    """The name of the total with the number of tokens in the discriminator's loss."""
 
     def losses(self) -> dict[str, Loss]:
         weights = self.config.objective
@@ -114,21 +114,21 @@ class ElectraObjective(GeneratorObjective):
         )
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As in the base class, and the number of segments if they have a loss."""
+        """Returns the base class's denominators, and the number of segments if they have a loss."""
         denominators = super().loss_denominators(batch)
         if self.config.objective.contrastive_weight:
             denominators["segments"] = ((batch["position_ids"] == 0) & (batch["segment_ids"] > 0)).sum().double()
         return denominators
 
     def counted(self, inputs: NetworkInputs, rng_key: RngKey) -> Tensor:
-        """The mask of the discriminator's loss: all tokens except padding; bool [T]."""
+        """Returns the tokens in the discriminator's loss: all except padding; bool [T]."""
         return inputs.valid_T
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
-        """Generator → sample → discriminator → loss."""
+        """Runs the generator, its samples, the discriminator and the losses."""
         weights = self.config.objective
         inputs = read_inputs(model, batch)
-        # Its backward pass runs beside the discriminator's.
+        # Its backward pass runs in parallel with the discriminator's.
         generated = on_branch(generate, model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
@@ -151,9 +151,9 @@ class ElectraObjective(GeneratorObjective):
         return self.output(batch, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), counted_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
+        """Returns losses in nats per masked token and per token, accuracies, precision and recall of "replaced".
 
-        The discriminator's metrics cover the tokens of its loss.
+        The discriminator's metrics cover the tokens in its loss.
         """
         metrics = {
             **self.loss_metrics(totals),
@@ -167,17 +167,17 @@ class ElectraObjective(GeneratorObjective):
 
     def describe(self, role: str) -> tuple[str, str]:
         if role == "discriminator":
-            summary = "A text encoder pre-trained to tell which tokens of its input a generator replaced."
+            summary = "A text encoder pre-trained to detect the tokens of its input that a generator replaced."
         else:
-            summary = "The small masked language model whose samples an ELECTRA discriminator was trained on."
+            summary = "The small masked language model whose samples trained an ELECTRA discriminator."
         return f"ELECTRA {role}", summary
 
 
-# The sentence-level contrastive loss of the paper's Appendix H, which detects changed segments.
+# The sentence-level contrastive loss in Appendix H of the paper, which detects changed segments.
 
 
 def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
-    """The samples, or the original tokens in a fifth of the attention segments; int64 [M].
+    """Returns the samples, with the original tokens in a fifth of the attention segments; int64 [M].
 
     The choice depends on seed, step, row within the step and the column of the segment's first token.
     """
@@ -201,17 +201,17 @@ def sentence_totals(model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, re
 
 
 def _first_column(inputs: NetworkInputs) -> Tensor:
-    """The column of each token's [CLS], from which its position counts; int64 [B, L]."""
+    """Returns the column of each token's [CLS], where its positions start; int64 [B, L]."""
     positions_BL = inputs.context[0].view(inputs.masked_ids_BL.shape).long()
     return torch.arange(positions_BL.shape[1], device=positions_BL.device) - positions_BL
 
 
 @dataclass(frozen=True)
 class Electra15Objective(ElectraObjective):
-    """`electra` with the discriminator's loss averaged over as many tokens of each row as are masked.
+    """`electra` with the discriminator's loss over only as many tokens of each row as are masked.
 
-    `objective.disc_positions` selects the masked tokens, or tokens drawn independently of them. (Tokens drawn only from
-    the unmasked ones would all be original.)
+    `objective.disc_positions` selects the masked tokens, or tokens sampled independently of the mask. (All unmasked
+    tokens are original, so samples of these alone would be useless.)
     """
 
     name = "electra15"
@@ -226,7 +226,7 @@ class Electra15Objective(ElectraObjective):
             return masked_T
         column_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
         words_BL = random_words(rng_key, column_BL, _TOKENS_STREAM)
-        words_BL = torch.where(inputs.valid_T.view(ids_BL.shape), words_BL, 2**32)  # sorts after every valid token
+        words_BL = torch.where(inputs.valid_T.view(ids_BL.shape), words_BL, 2**32)  # sorted after every valid token
         rank_BL = words_BL.argsort(dim=1, stable=True).argsort(dim=1)
         return (rank_BL < masked_T.view(ids_BL.shape).sum(1, keepdim=True)).flatten()
 
@@ -235,7 +235,7 @@ class Electra15Objective(ElectraObjective):
 class TwoStageObjective(ElectraObjective):
     """Masked language modeling for half of the steps, then replaced-token detection against the frozen generator.
 
-    The class itself is the objective of the second stage, whose loss is the discriminator's.
+    This class is the objective of the second stage, with only the discriminator's loss.
     """
 
     name = "two-stage"
@@ -247,7 +247,7 @@ class TwoStageObjective(ElectraObjective):
         return 0.0
 
     def stages(self) -> tuple[Stage, ...]:
-        """The generator's and the discriminator's stage, which gets the extra step of an odd number."""
+        """Returns the generator's stage and the discriminator's, which gets the extra step of an odd number."""
         steps = self.config.train.steps
         first = steps // 2
         name = "replaced-token detection against the frozen generator"
@@ -257,19 +257,19 @@ class TwoStageObjective(ElectraObjective):
         )
 
     def begin_stage(self, model: Electra) -> None:
-        """Copies embeddings and encoder; the heads differ."""
+        """Copies embeddings and encoder from the generator to the discriminator; the heads differ."""
         for ours, theirs in zip(PARTS["discriminator"][:2], PARTS["generator"][:2], strict=True):
             model.get_submodule(ours).load_state_dict(model.get_submodule(theirs).state_dict())
 
 
 @dataclass(frozen=True)
 class AdversarialObjective(ElectraObjective):
-    """gen_weight * REINFORCE of the generator + its baseline's cross-entropy + disc_weight * replaced-token detection.
+    """gen_weight * REINFORCE for the generator + its baseline's cross-entropy + disc_weight * replaced-token detection.
 
     The reward of a sample is the discriminator's cross-entropy at its position, R = -log q, where q is the probability
-    that the discriminator gives to the true label. (The draft's formula lacks the minus sign, with which the generator
-    would help the discriminator.) The baseline -log sigmoid(w'h) predicts the reward: sigmoid(w'h) learns q by
-    cross-entropy and passes no gradient to h, so the generator's only gradient is the policy's.
+    that the discriminator assigns to the true label. (The draft's formula lacks the minus sign; the generator would
+    then help the discriminator.) The baseline -log sigmoid(w'h) predicts the reward: sigmoid(w'h) learns q with a
+    cross-entropy loss and passes no gradient to h, so the generator's only gradient is the policy's.
     """
 
     name = "adversarial"
@@ -286,7 +286,7 @@ class AdversarialObjective(ElectraObjective):
         weights = self.config.objective
         answer = math.log(2)
         return {
-            # For uniform predictions the baseline is exactly the reward, so there is no advantage.
+            # For uniform predictions, the baseline equals the reward, so the advantage is 0.
             "policy_loss": Loss(weights.gen_weight, "masked_weight", 0.0),
             "baseline_loss": Loss(1.0, "masked_weight", answer),
             "discriminator_loss": Loss(weights.disc_weight, "tokens", answer),
@@ -306,7 +306,7 @@ class AdversarialObjective(ElectraObjective):
         reward_M = slots.of_tokens(ops.binary_cross_entropy(logits_T.detach(), replaced_T))
         baseline_M = model.baseline_head(hidden_MD.detach())
         advantage_M = reward_M - F.softplus(-baseline_M.detach())
-        # Descending the samples' negative log-likelihood times their advantage ascends the expected reward.
+        # Minimizing the samples' negative log-likelihood times their advantage maximizes the expected reward.
         sampled = replace(slots, target_M=generated.drawn_M, weight_M=slots.weight_M * advantage_M)
         policy = predict(model.config, head, table_VE, hidden_MD, sampled, None)
         cross_entropy_M = F.binary_cross_entropy_with_logits(baseline_M, torch.exp(-reward_M), reduction="none")
@@ -319,9 +319,9 @@ class AdversarialObjective(ElectraObjective):
         return self.output(batch, totals, Predictions(corrupted_T, replaced_T, logits_T.detach(), inputs.valid_T))
 
     def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
-        """The discriminator's loss, since the policy's measures no progress."""
+        """Returns the discriminator's loss, since the policy's loss does not measure progress."""
         return self.config.objective.disc_weight * float(metrics["discriminator_loss"] or 0)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """As of `electra`, and the mean reward; the generator's cross-entropy is measured but not trained."""
+        """Returns the metrics of `electra` and the mean reward; the generator's cross-entropy is only measured."""
         return super().metrics(totals) | {"reward": ratio(totals, "reward", "masked_weight")}

@@ -1,4 +1,4 @@
-"""Masked language modeling: `mlm`, the BERT baseline, and `replace-mlm` and `all-tokens-mlm` of section 3.5."""
+"""Masked language modeling: `mlm`, the BERT baseline, and section 3.5's `replace-mlm` and `all-tokens-mlm`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from electra_fast.ops.vocabulary_nll import vocabulary_nll
 
 @dataclass(frozen=True)
 class MaskedLMObjective(Objective):
-    """gen_weight * cross-entropy of the masked tokens; the one encoder has the role of the generator."""
+    """gen_weight * cross-entropy of the masked tokens; the only encoder has the role "generator"."""
 
     name = "mlm"
     metric_totals = ("generator_loss", "masked_weight", "generator_correct", "tokens")
@@ -58,10 +58,10 @@ class MaskedLMObjective(Objective):
 
 @dataclass(frozen=True)
 class ReplaceMLMObjective(GeneratorObjective):
-    """gen_weight * masked language modeling of the generator + encoder_weight * the same of the encoder.
+    """gen_weight * masked language modeling with the generator + encoder_weight * the same with the encoder.
 
     The full-size encoder reads the corrupted text and predicts the original tokens at all masked positions, including
-    those where the sample is correct. No gradient flows to the generator through the samples.
+    positions with a correct sample. No gradient flows to the generator through the samples.
     """
 
     name = "replace-mlm"
@@ -88,7 +88,7 @@ class ReplaceMLMObjective(GeneratorObjective):
         return self.output(batch, totals | {"replaced": replaced_T.sum(), "tokens": inputs.valid_T.sum()})
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Losses in nats per token of the loss, and accuracies at the masked positions."""
+        """Returns losses in nats per token of each loss, and accuracies at the masked positions."""
         return report(
             {
                 **self.loss_metrics(totals),
@@ -101,8 +101,8 @@ class ReplaceMLMObjective(GeneratorObjective):
     def describe(self, role: str) -> tuple[str, str]:
         if role == "encoder":
             summary = "A text encoder pre-trained to predict the original tokens of text that a generator corrupted."
-            return "Masked language model of corrupted text", summary
-        return "Generator", "The small masked language model whose samples a text encoder was trained on."
+            return "Masked language model for corrupted text", summary
+        return "Generator", "The small masked language model whose samples trained a text encoder."
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
     """`replace-mlm` with the encoder's loss over all tokens: the mean of -log(D [x = input] + (1 - D) softmax(x)).
 
     D = sigmoid(c) is the probability of copying the input, so -c detects replaced tokens. Its accuracy, precision,
-    recall and AUC are reported as those of a discriminator.
+    recall and AUC are reported as a discriminator's.
     """
 
     name = "all-tokens-mlm"
@@ -120,13 +120,13 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
     )
 
     def losses(self) -> dict[str, Loss]:
-        # A mean over all tokens, of which only the masked ones need the vocabulary.
+        # A mean over all tokens; only masked tokens need a prediction over the vocabulary.
         uniform = math.log(2) + self.config.data.mask_prob * math.log(self.config.model.vocab_size)
         return super().losses() | {"encoder_loss": Loss(self.config.objective.encoder_weight, "tokens", uniform)}
 
     def describe(self, role: str) -> tuple[str, str]:
         title, summary = super().describe(role)
-        copies = " Its logits are those of the softmax; the head that decides whether to copy a token is left out."
+        copies = " Its logits are the softmax's; the head that decides whether to copy a token is not exported."
         return title, summary + (copies if role == "encoder" else "")
 
     def forward(self, model: Electra, batch: MicroBatch) -> Output:
@@ -143,7 +143,7 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         by_softmax_T = F.logsigmoid(-copy_T) - nll_T
         either_T = torch.logaddexp(F.logsigmoid(copy_T), by_softmax_T)
         copy_totals = rtd_totals(-copy_T.detach(), replaced_T, inputs.valid_T)
-        del copy_totals["discriminator_loss"]  # D is only part of the predicted probability
+        del copy_totals["discriminator_loss"]  # D is only a part of the predicted probability
         totals = generated.totals(inputs.slots, "generator") | copy_totals
         totals |= {
             "encoder_loss": -(torch.where(replaced_T, by_softmax_T, either_T) * inputs.valid_T).sum(),
@@ -152,5 +152,5 @@ class AllTokensMLMObjective(ReplaceMLMObjective):
         return self.output(batch, totals, Predictions(corrupted_T, replaced_T, -copy_T.detach(), inputs.valid_T))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """The encoder's loss in nats per token, and the softmax's accuracy at the masked positions."""
+        """Returns also the encoder's loss in nats per token, and the softmax's accuracy at the masked positions."""
         return super().metrics(totals) | detection_metrics(totals, "tokens")

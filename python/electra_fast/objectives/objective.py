@@ -1,11 +1,11 @@
-"""The interface of an objective to the training step, reports and exports, and the parts that objectives share.
+"""The interface of an objective to the training step, reports and exports, and shared parts of objectives.
 
 The parts make network inputs, samples, corrupted text and losses. All shapes are static (unused mask slots write to a
 spare position after the flat buffer), and nothing synchronizes with the host. Losses are sums; an objective divides
 them by the denominators of the whole step.
 
-A new objective is a subclass, here or in a file of its own, an entry in `OBJECTIVES`, and its networks and needs in
-`config.presets`.
+A new objective is a subclass, here or in a separate file, an entry in `OBJECTIVES`, and its networks and required
+settings in `config.presets`.
 
 Shapes: B rows, L row length, T = B*L flat tokens, M = B*N masked slots, D hidden.
 """
@@ -47,21 +47,21 @@ METRICS = (
     "discriminator_recall",
     "replaced_fraction",
 )
-"""Metrics that every objective reports, None where they do not apply; an objective may report more."""
+"""Metrics that every objective reports, None if they do not apply; an objective may report more."""
 
 
 @dataclass(frozen=True)
 class RngKey:
-    """The key of a micro-batch's samples and dropout masks: (seed, step) as int64 [2], and its first row.
+    """The random key of a micro-batch's samples and dropout masks: (seed, step) as int64 [2], and its first row.
 
-    With a tensor (int64 scalar) as first row, one compiled function serves all micro-batches of a step.
+    If the first row is a tensor (int64 scalar), one compiled function serves all micro-batches of a step.
     """
 
     seed_and_step: Tensor
     first_row: int | Tensor = 0
 
     def dropout_key(self, length: int) -> Tensor | None:
-        """`ops.Dropout.key` for rows of this length; None on the CPU, where torch's generator draws the masks."""
+        """Returns `ops.Dropout.key` for rows of this length; None on the CPU, which uses torch's generator."""
         if not may_use_kernels(self.seed_and_step.device):
             return None
         first_token = self.seed_and_step[:1] * 0 + self.first_row * length
@@ -69,10 +69,10 @@ class RngKey:
 
 
 def seed_generator(device: torch.device, seed: int, part: int, step: int) -> None:
-    """Seeds torch's own generator from the step and the part of it that follows, so that a resumed run draws the same.
+    """Seeds torch's generator from the step and its next part, so that a resumed run draws the same numbers.
 
-    That of the device alone: `torch.manual_seed` seeds those of all devices, and takes half a millisecond on a CPU,
-    for a stack trace that it keeps in case CUDA comes into use. A CUDA graph reads the seed at each replay.
+    Seeds only the device's generator: `torch.manual_seed` seeds all devices, and takes half a millisecond on a CPU,
+    because it records a stack trace for a later use of CUDA. A CUDA graph reads the seed at each replay.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + part * 0xD1B54A32D192ED03 + step) % 2**63
     generator = torch.default_generator
@@ -83,14 +83,14 @@ def seed_generator(device: torch.device, seed: int, part: int, step: int) -> Non
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch, and all else that its loss depends on besides the model.
+    """A micro-batch, with all other inputs of its loss except the model.
 
     Args:
         tensors: Tensors of `data.loader.to_torch`.
         compute: Attention backend and activation dtype.
         rng_key: Key of the generator's samples and, on CUDA, of dropout.
         denominators: `Objective.loss_denominators` summed over all micro-batches of the step, so that their losses add
-            up to the loss of the undivided batch. Only losses read them.
+            up to the loss of the undivided batch; only losses use them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -128,10 +128,10 @@ Forward = Callable[[Electra, MicroBatch], Output]
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive steps that train the same parameters by the same loss, with a learning-rate schedule of their own.
+    """Consecutive steps that train the same parameters with the same loss and a separate learning-rate schedule.
 
     Args:
-        name: Its name in messages.
+        name: The stage's name in messages.
         objective: Computes the loss.
         first_step: The stage's first step, counted from the run's start.
         num_steps: Length of the stage and of its schedule.
@@ -151,7 +151,7 @@ class Loss:
 
     Args:
         weight: Its weight.
-        denominator: The name of a total, by the sum of which over a step the term is divided.
+        denominator: The name of a total; the term is divided by the sum of that total over a step.
         uniform: The quotient for uniform predictions over the vocabulary and over both labels.
     """
 
@@ -162,7 +162,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """An objective under a configuration."""
+    """An objective with a configuration."""
 
     config: Config
 
@@ -171,28 +171,28 @@ class Objective(ABC):
     metric_totals: ClassVar[tuple[str, ...]]
     """Names of the totals that `forward` may return."""
     lowered_losses: ClassVar[tuple[str, ...]] = ("generator_loss", "encoder_loss", "discriminator_loss")
-    """Metrics that, while training goes well, do not all rise for long."""
+    """Metrics that do not all rise for long while training goes well."""
 
     @abstractmethod
     def losses(self) -> dict[str, Loss]:
-        """The terms of the loss, in the order in which they are added, by the name of their total and metric."""
+        """Returns the terms of the loss by the name of their total and metric, in the order in which they are added."""
 
     def output(self, batch: MicroBatch, totals: Totals, predictions: Predictions | None = None) -> Output:
-        """What `forward` returns, given the totals of a micro-batch, with a graph where they are losses."""
+        """Returns the result of `forward` from a micro-batch's totals; the losses among them have gradients."""
         losses = self.losses()
         terms = [batch.mean(loss.weight * totals[name], loss.denominator) for name, loss in losses.items()]
         totals = totals | {name: totals[name].detach() for name in losses}
         return Output(functools.reduce(operator.add, terms), totals, predictions)
 
     def loss_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """The loss, and each of `losses` in nats per token, from their totals."""
+        """Returns the loss, and each of `losses` in nats per token, from their totals."""
         losses = self.losses()
         means = {name: ratio(totals, name, term.denominator) for name, term in losses.items()}
         loss = functools.reduce(operator.add, (term.weight * means[name] for name, term in losses.items()))
         return {"loss": loss, **means}
 
     def uniform_metrics(self) -> dict[str, Number]:
-        """The metrics of uniform predictions, as far as they are losses."""
+        """Returns the metrics of uniform predictions; only the losses among them are meaningful."""
         totals = dict.fromkeys(self.metric_totals, 1.0) | {name: loss.uniform for name, loss in self.losses().items()}
         return self.metrics(totals)
 
@@ -200,14 +200,14 @@ class Objective(ABC):
         return networks_of(self.config, self.name)
 
     def could_have(self, head: str) -> bool:
-        """True if only the head's weight, which is 0, keeps it from being there."""
+        """Returns whether the head is missing only because its weight is 0."""
         present = {name for network in self.networks().values() for name in network.heads}
         return head not in present and any(head in heads for heads in OBJECTIVE_SPECS[self.name].networks.values())
 
     def loss_denominators(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The divisors of a batch's losses, fp64 scalars to be summed over the micro-batches of a step.
+        """Returns the divisors of a batch's losses, fp64 scalars to be summed over the micro-batches of a step.
 
-        By default, the weight of the masked slots and the number of tokens.
+        By default, these are the weight of the masked slots and the number of tokens.
         """
         return {
             "masked_weight": batch["masked_weights"].sum(dtype=torch.float64),
@@ -225,31 +225,31 @@ class Objective(ABC):
 
     @abstractmethod
     def metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """The metrics of a log window or an evaluation from its metric totals."""
+        """Returns the metrics of a log window or an evaluation from its metric totals."""
 
     def comparable_loss(self, metrics: Mapping[str, Number]) -> float:
-        """The loss by which checkpoints of a run are compared."""
+        """Returns the loss by which checkpoints of a run are compared."""
         return float(metrics["loss"] or 0)
 
     @abstractmethod
     def describe(self, role: str) -> tuple[str, str]:
-        """Title and first sentence of the model card of an exported network with this role."""
+        """Returns the title and first sentence of the model card for an exported network with this role."""
 
     def stages(self) -> tuple[Stage, ...]:
-        """The consecutive stages that make up the run."""
+        """Returns the consecutive stages of the run."""
         return (Stage("pre-training", self, first_step=0, num_steps=self.config.train.steps),)
 
     def stage(self, step: int) -> Stage:
-        """The stage of a step (0-based). The optimizer starts afresh with each stage."""
+        """Returns the stage of a step (0-based). Each stage starts with a new optimizer."""
         return [stage for stage in self.stages() if stage.first_step <= step][-1]
 
     def begin_stage(self, model: Electra) -> None:  # noqa: B027  # most objectives have one stage
-        """Prepares the model, trained by the stage before, for the first step of this stage."""
+        """Prepares the model from the previous stage for the first step of this stage."""
 
 
 @dataclass(frozen=True)
 class GeneratorObjective(Objective):
-    """An objective that has a generator, a smaller network or a fixed distribution, besides its result."""
+    """An objective with a generator (a smaller network or a fixed distribution) in addition to its result."""
 
     @property
     def gen_weight(self) -> float:
@@ -260,7 +260,7 @@ class GeneratorObjective(Objective):
         return {"generator_loss": Loss(self.gen_weight, "masked_weight", uniform)}
 
     def generator_metrics(self, totals: Mapping[str, float]) -> dict[str, Number]:
-        """Loss in nats per masked token, and accuracy; None for a fixed distribution."""
+        """Returns the loss in nats per masked token, and the accuracy; None for a fixed distribution."""
         if self.config.generator.kind != "model":
             return {"generator_loss": None, "generator_accuracy": None}
         names = {"generator_loss": "generator_loss", "generator_accuracy": "generator_correct"}
@@ -268,17 +268,17 @@ class GeneratorObjective(Objective):
 
 
 def report(metrics: Mapping[str, Number]) -> dict[str, Number]:
-    """The metrics, with None for absent `METRICS`."""
+    """Returns the metrics, with None for missing `METRICS`."""
     return dict.fromkeys(METRICS) | dict(metrics)
 
 
 def ratio(totals: Mapping[str, float], numerator: str, denominator: str) -> float:
-    """The quotient of two totals; 0/0 is 0."""
+    """Returns the quotient of two totals; 0/0 is 0."""
     return totals[numerator] / totals[denominator] if totals[denominator] else 0.0
 
 
 def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str, Number]:
-    """Accuracy, precision and recall of "replaced" over the tokens of `denominator`, and their fraction."""
+    """Returns accuracy, precision, recall and fraction of "replaced" over the tokens of `denominator`."""
     return {
         "discriminator_accuracy": ratio(totals, "discriminator_correct", denominator),
         "discriminator_precision": ratio(totals, "true_positives", "predicted_positives"),
@@ -289,9 +289,9 @@ def detection_metrics(totals: Mapping[str, float], denominator: str) -> dict[str
 
 @dataclass(frozen=True)
 class Slots:
-    """The masked slots of a batch, flat [M]; unused ones have weight 0 and the position T after the buffer.
+    """The masked slots of a batch, flat [M]; unused slots have weight 0 and the position T after the buffer.
 
-    `number_M` counts slots from the step's first row on, so that samples do not depend on micro-batches.
+    `number_M` counts slots from the first row of the step, so that samples do not depend on micro-batches.
     """
 
     num_rows: int
@@ -301,24 +301,24 @@ class Slots:
     weight_M: Tensor
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
-        """Gathers values at the slots; unused slots, whose weight is 0, read any token; [T] → [M]."""
+        """Gathers values at the slots; unused slots, with weight 0, read an arbitrary token; [T] → [M]."""
         return x_T[self.position_M.clamp(max=x_T.shape[0] - 1)]
 
     @property
     def places(self) -> tuple[Tensor, int]:
-        """Arguments of `ops.slot_states` after the states."""
+        """The arguments of `ops.slot_states` after the states."""
         return self.position_M, self.num_rows
 
     def of_states(self, x_TD: Tensor) -> Tensor:
-        """Gathers vectors as `of_tokens`, differentiably; [T, D] → [M, D]."""
+        """Gathers vectors like `of_tokens`, differentiably; [T, D] → [M, D]."""
         return ops.slot_states(x_TD, *self.places)
 
 
 @dataclass(frozen=True)
 class NetworkInputs:
-    """A micro-batch as the networks read it.
+    """The inputs of the networks for a micro-batch.
 
-    `context` has the arguments of `Electra.hidden` after the ids. `sampled_M` are samples given with the batch, int64.
+    `context` has the arguments of `Electra.hidden` after the ids. `sampled_M` has the batch's samples, int64, if any.
     """
 
     masked_ids_BL: Tensor
@@ -329,9 +329,9 @@ class NetworkInputs:
 
 
 def read_inputs(model: Electra, batch: MicroBatch) -> NetworkInputs:
-    """The inputs of a packed micro-batch.
+    """Returns the inputs of a packed micro-batch.
 
-    Its entry `sampled_ids` (int64, shaped as `masked_ids`), if present, replaces the generator's samples.
+    Its entry `sampled_ids` (int64, shaped like `masked_ids`), if present, replaces the generator's samples.
     """
     tensors = batch.tensors
     # Compiled code must not depend on the varying number of offsets if nothing reads them.
@@ -368,7 +368,7 @@ def _slots(batch: Mapping[str, Tensor], first_row: int | Tensor) -> Slots:
 
 @dataclass(frozen=True)
 class Generated:
-    """Predictions at the masked slots: summed cross-entropy, samples if requested, correctness of the argmax."""
+    """Predictions at the masked slots: summed cross-entropy, samples if requested, and correctness of the argmax."""
 
     loss: Tensor
     sample_M: Tensor | None
@@ -376,12 +376,12 @@ class Generated:
 
     @property
     def drawn_M(self) -> Tensor:
-        """The samples; they must have been requested."""
+        """The samples, which must have been requested."""
         assert self.sample_M is not None
         return self.sample_M
 
     def totals(self, slots: Slots, role: str) -> Totals:
-        """The loss, the slots' weight, and the weight of slots with a correct argmax."""
+        """Returns the loss, the slots' weight, and the weight of slots with a correct argmax."""
         return {
             f"{role}_loss": self.loss,
             "masked_weight": slots.weight_M.sum(),
@@ -390,23 +390,22 @@ class Generated:
 
 
 def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> Generated:
-    """Runs the generator over the masked text; samples nothing without a key.
+    """Runs the generator on the masked text, and samples replacements if there is a key.
 
-    With a fixed distribution, or without a generator but with samples in the batch, there are only samples, and the
-    loss is 0.
+    With a fixed distribution, or with samples in the batch and no generator, there are only samples, and the loss is 0.
     """
     slots = inputs.slots
-    given_M = inputs.sampled_M
-    if given_M is not None and "generator" not in model.networks:
-        return _samples_alone(given_M)
+    batch_M = inputs.sampled_M
+    if batch_M is not None and "generator" not in model.networks:
+        return _samples_alone(batch_M)
     if model.proposal is not None and rng_key is not None:
         return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
     hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
     head = model.generator_head
     table_VE = model.generator_embeddings.table
-    rng_key = rng_key if given_M is None else None
+    rng_key = rng_key if batch_M is None else None
     generated = predict(model.config, head, table_VE, hidden_MD, slots, rng_key)
-    return generated if given_M is None else replace(generated, sample_M=given_M)
+    return generated if batch_M is None else replace(generated, sample_M=batch_M)
 
 
 def _samples_alone(sample_M: Tensor) -> Generated:
@@ -417,7 +416,7 @@ def _samples_alone(sample_M: Tensor) -> Generated:
 def predict(
     config: Config, head: MaskedLMHead, table_VE: Tensor, hidden_MD: Tensor, slots: Slots, rng_key: RngKey | None
 ) -> Generated:
-    """Predicts the masked tokens from the hidden states at the masked slots; samples only with a key."""
+    """Predicts the masked tokens from the hidden states at the masked slots, and samples if there is a key."""
     objective = config.objective
     return Generated(
         *ops.generator_head(
@@ -435,25 +434,25 @@ def predict(
 
 
 def corrupt(inputs: NetworkInputs, sample_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The text with samples in place of masks, and which tokens differ from the original; [T] each."""
+    """Returns the text with samples instead of masks, and the tokens that differ from the original; [T] each."""
     slots = inputs.slots
     return ops.corrupt(inputs.masked_ids_BL, slots.position_M, slots.target_M, sample_M)
 
 
 def rtd_totals(logits_T: Tensor, replaced_T: Tensor, counted_T: Tensor) -> Totals:
-    """The discriminator's binary cross-entropy and its metric totals, summed over the tokens that count."""
+    """Returns the discriminator's binary cross-entropy and metric totals, summed over the tokens in `counted_T`."""
     loss, totals_5 = ops.discriminator_loss(logits_T, replaced_T, counted_T)
     return {"discriminator_loss": loss, **dict(zip(ops.DISCRIMINATOR_TOTALS, totals_5.unbind(), strict=True))}
 
 
 def random_words(rng_key: RngKey, column_BL: Tensor, stream: int) -> Tensor:
-    """32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
+    """Returns 32 random bits per element, a function of seed, step, row within the step and column; int64 [B, L].
 
     Args:
         rng_key: The micro-batch's key.
         column_BL: Column numbers, int64; elements of a row with the same number get the same bits.
-        stream: Last word of Philox' counter, one per purpose: 0 to 2 belong to `sampling`, 5 to `training.corruptor`,
-            2^16 and more to dropout.
+        stream: Last word of Philox's counter, one per purpose: 0 to 2 belong to `sampling`, 5 to `training.corruptor`,
+            2^16 and above to dropout.
     """
     seed, step = rng_key.seed_and_step.unbind()
     row_B1 = torch.arange(column_BL.shape[0], device=column_BL.device)[:, None] + rng_key.first_row

@@ -1,11 +1,11 @@
-"""Branches of a captured CUDA graph: streams beside the current one, for work that can run at the same time.
+"""Branches of a captured CUDA graph: side streams for work that can run at the same time.
 
-A kernel of a small model fills a part of a GPU. Within `use_branches`, and only while a graph is captured, `Beside`
-starts work on another stream, and `on_branch` runs a network whose backward pass then is a branch of its own.
+A kernel of a small model fills only a part of a GPU. Within `use_branches`, and only while a graph is captured,
+`Branch` starts work on a side stream, and `on_branch` runs a network there, so that its backward pass is also a branch.
 
-A stream beside another belongs to that one alone, and begins everything with a wait for it. So the allocator, which
-reuses freed memory of a stream in the order of that stream, may reuse memory of a branch that the other stream has
-read. In the other direction, what a branch reads is kept until the branch has been waited for.
+A side stream belongs to one current stream and waits for it before any work. The allocator reuses freed memory of a
+stream in that stream's order, so it can safely reuse memory of a branch that the current stream has read. In the
+other direction, the inputs of a branch stay alive until the current stream has waited for the branch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ R = TypeVar("R")
 # Plain globals, because autograd's threads read them, too.
 _is_enabled = False
 _sides: dict[tuple[torch.cuda.Stream, int], torch.cuda.Stream] = {}
-# What networks on branches have read and given, by the branch, until their backward passes have been waited for.
+# Inputs and outputs of networks on branches, by the branch; they stay alive until the wait for the backward passes.
 _networks: list[tuple[torch.cuda.Stream, Any]] = []
-# Kept until the capture has ended.
+# Alive until the capture has ended.
 _events: list[torch.cuda.Event] = []
 _NETWORK_LANE = -1
 
 
 @contextmanager
 def use_branches(enabled: bool) -> Iterator[None]:
-    """Lets graphs that are captured within the context have branches."""
+    """Allows branches in graphs that are captured within the context."""
     global _is_enabled
     previous = _is_enabled
     _is_enabled = enabled
-    # A table that both networks read gets gradients from two streams, for which autograd waits, and warns.
+    # A table that both networks read gets gradients from two streams; autograd waits for both, but warns.
     warn = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
     warn(not enabled)
     try:
@@ -48,7 +48,7 @@ def use_branches(enabled: bool) -> Iterator[None]:
 
 
 def on_branch(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls a function on another stream, and waits for it; its backward pass is a branch, which `join` waits for.
+    """Calls a function on a side stream and waits for it; its backward pass is a branch, and `join` waits for that.
 
     Autograd runs the backward pass of each operation on the stream of its forward pass.
     """
@@ -72,31 +72,30 @@ def join() -> None:
     _networks.clear()
 
 
-class Beside(Generic[R]):
-    """A function's call on a stream beside the current one, which waits for it in `result`, and only there.
+class Branch(Generic[R]):
+    """A function call on a side stream; the current stream waits for it only in `result`.
 
-    Nothing may change what the function reads before `result` has been called. Calls with the same `lane` follow one
-    another.
+    The function's inputs must not change before `result` is called. Calls with the same `lane` run one after another.
     """
 
     def __init__(self, function: Callable[..., R], *args: Any, lane: int = 0) -> None:
         self._end: torch.cuda.Event | None = None
         if not _branches_here():
-            self._found = function(*args)
+            self._output = function(*args)
             return
         current = torch.cuda.current_stream()
         self._args = args
         side = _side(current, lane)
         side.wait_event(_event(current))
         with torch.cuda.stream(side):
-            self._found = function(*args)
+            self._output = function(*args)
             self._end = _event(side)
 
     def result(self) -> R:
         if self._end is not None:
             torch.cuda.current_stream().wait_event(self._end)
             self._args = ()
-        return self._found
+        return self._output
 
 
 def _branches_here() -> bool:
@@ -104,13 +103,13 @@ def _branches_here() -> bool:
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The end of what a stream has to do now."""
+    """Records an event after the current work of a stream."""
     _events.append(stream.record_event())
     return _events[-1]
 
 
 def _side(current: torch.cuda.Stream, lane: int) -> torch.cuda.Stream:
-    """A stream beside another; torch has 32 per device and gives them out in turn, but none of these twice."""
+    """Returns an unused side stream; torch hands out its 32 streams per device in turn, so used ones are skipped."""
     if (current, lane) not in _sides:
         used = {current, *_sides.values(), *(stream for stream, _ in _sides)}
         streams = (torch.cuda.Stream(current.device) for _ in range(64))

@@ -1,4 +1,4 @@
-"""Operations in the form that is fast on a CPU: few passes over memory, few temporaries, no copies of gradients.
+"""CPU forms of operations: few passes over memory, few temporaries, no copies of gradients.
 
 Contracts and references are in `operations`. torch.compile traces the references instead and fuses them itself;
 only the generator's head stays a single operator.
@@ -23,25 +23,25 @@ from torch.autograd.function import once_differentiable
 
 from electra_fast.ops.sampling import TILE, draw_noise, modify_logits, sample_categorical, take_along_rows
 
-# Logits that the generator's head holds at once: large enough for efficient products, small enough for the caches.
+# Logits that the generator's head computes at once: large enough for efficient products, small enough for the caches.
 CHUNK_BYTES = 8 * 2**20
 # Gradients of logits that are multiplied at once.
 GROUP_BYTES = 64 * 2**20
-# The longest row whose attention weights are kept for the backward pass, since their number grows with its square.
-# `scaled_dot_product_attention` computes those of longer rows again, but those with dropout are always kept.
+# The longest row whose attention weights are stored for the backward pass, since their number grows with its square.
+# For longer rows, `scaled_dot_product_attention` computes them again; with dropout, they are always stored.
 MAX_ROW = 512
-# Scores that attention holds at once, so that they stay in the caches.
+# Scores that attention computes at once, so that they stay in the caches.
 SCORES_BYTES = 2**20
 # Segments are padded to multiples of this length.
 MULTIPLE = 16
-# Shorter rows have so few scores that padded segments would only add operations.
+# In shorter rows, padded segments save too few scores to pay for their operations.
 MIN_ROW = 128
 
 
 def define_operator(name: str, dispatch_key: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    """Registers an operator, which torch.compile does not trace into; returns its qualified name.
+    """Registers an operator into which torch.compile does not trace; returns its qualified name.
 
-    `torch.library.custom_op` does the same, but its calls import the compiler: seconds before the first step of a run.
+    `torch.library.custom_op` does the same, but its calls import the compiler, which delays the first step by seconds.
     """
     name = f"electra_fast::{name}"
     torch.library.define(name, torch.library.infer_schema(implementation, mutates_args=()))
@@ -51,7 +51,7 @@ def define_operator(name: str, dispatch_key: str, implementation: Callable[..., 
 
 
 def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
-    """`ops.rotary_qkv` as one tensor [T, 3D]; the dimensions of each query's and key's head are permuted alike."""
+    """`ops.rotary_qkv` as one tensor [T, 3D], with the same permutation of dimensions in each query and key head."""
     qkv_TX: Tensor = _RotaryQKV.apply(x_TD, weight_3DD, torch.complex(cos, sin), num_heads)
     return qkv_TX
 
@@ -59,7 +59,7 @@ def rotary_qkv(x_TD: Tensor, weight_3DD: Tensor, cos: Tensor, sin: Tensor, num_h
 class _RotaryQKV(torch.autograd.Function):
     """The product with reordered rows of weights, so that a rotation multiplies adjacent pairs as complex numbers.
 
-    Scores are sums over the head's dimensions, so an order that queries and keys share doesn't change them.
+    Scores are sums over the head's dimensions, so a common order in queries and keys does not change them.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _RotaryQKV(torch.autograd.Function):
 
 
 def _pair_rows(weight_3DD: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
-    """Rows of queries and keys reordered within each head: dimensions i and i + H/2 become adjacent, or the inverse."""
+    """Reorders rows of queries and keys within each head: dimensions i and i + H/2 become adjacent, or the inverse."""
     width = weight_3DD.shape[1]
     rows = (2 * num_heads, -1, 2, width) if inverse else (2 * num_heads, 2, -1, width)
     return torch.cat((weight_3DD[: 2 * width].view(rows).transpose(1, 2).reshape(-1, width), weight_3DD[2 * width :]))
@@ -97,15 +97,15 @@ def _rotate_(qkv_TD: Tensor, cis: Tensor, num_heads: int) -> None:
 
 
 def unkeyed_dropout(x: Tensor, probability: float) -> Tensor:
-    """`ops.dropout` without a key, by a mask of `_dropout_mask`."""
+    """`ops.dropout` without a key, with a mask from `_dropout_mask`."""
     return x * _dropout_mask(x, probability)
 
 
 def _dropout_mask(like: Tensor, probability: float) -> Tensor:
-    """0 with a probability rounded to 2^-16, otherwise the factor that preserves the mean; shape and dtype of `like`.
+    """Returns 0 with a probability rounded to 2^-16, else the factor that preserves the mean; shaped like `like`.
 
-    Each element takes 16 bits of torch's generator, where `F.dropout` draws a double. Arithmetic on integers is
-    vectorized, comparisons are not; a factor of 16 bits is an integer too.
+    Each element uses 16 bits of torch's generator, whereas `F.dropout` draws a double. Integer arithmetic is
+    vectorized, comparisons are not; a factor of 16 bits is treated as an integer too.
     """
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     num_dropped = round(probability * 2**16)
@@ -128,8 +128,8 @@ def self_attention(
 ) -> Tensor:
     """Softmax attention within rows of equal length, with dropout of the weights; [T, 3D] → [T, D].
 
-    `bias_B1LL`, in qkv's dtype, is added to the scores: a large negative number where a token doesn't attend.
-    `relative` has keys and queries of relative positions, [N, J, H] each (`RelativePositions.by_distance`), whose
+    `bias_B1LL`, in qkv's dtype, is added to the scores: a large negative number masks a pair of tokens.
+    `relative` has keys and queries of relative positions, [N, J, H] each (`RelativePositions.by_distance`); their
     scores with the contents are added too.
     """
     out_TD: Tensor = _SelfAttention.apply(qkv_TX, bias_B1LL, num_rows, num_heads, dropout, *(relative or (None, None)))
@@ -137,7 +137,7 @@ def self_attention(
 
 
 class _SelfAttention(torch.autograd.Function):
-    """Batched products of whole rows, as many at once as fit into the caches.
+    """Batched products of whole rows, in chunks that fit into the caches.
 
     `scaled_dot_product_attention` multiplies in small blocks. For rows of up to 512 tokens it is no faster with MKL in
     fp32, and 1.4 to 15 times slower with oneDNN (bench/LOG.md). It has no fast form with dropout.
@@ -239,10 +239,10 @@ def _by_head(x: Tensor, num_heads: int) -> Tensor:
 
 
 def pairs(scores_J: Tensor) -> Tensor:
-    """The scores of tokens' pairs among those by distance; contiguous [..., L, J] → [..., L, L], a view.
+    """Returns the scores of pairs of tokens from scores by distance; contiguous [..., L, J] → [..., L, L], a view.
 
-    Column j - i + L - 1 of token i has its pair with token j. So each row of the square begins one element earlier than
-    the one before it: without the first L - 1 elements, at multiples of J - 1.
+    Column j - i + L - 1 of token i has its pair with token j. Each row of the square therefore begins one element
+    earlier than the row before it: without the first L - 1 elements, at multiples of J - 1.
     """
     length, num_distances = scores_J.shape[-2:]
     if length == 1:
@@ -254,9 +254,9 @@ def pairs(scores_J: Tensor) -> Tensor:
 def _add_gradients_of_positions(
     grad_x: Tensor, total_NJH: Tensor, grad_pairs: Tensor, x: Tensor, positions_NJH: Tensor
 ) -> None:
-    """Adds the gradients of scores x @ positions.T to those of x and of the positions, given those of the pairs.
+    """Adds the gradients of scores x @ positions.T, computed from the pairs' gradients, to `grad_x` and `total_NJH`.
 
-    Shapes: [c*N, L, H] of x, whose tokens are the rows of the pairs, [c*N, L, L].
+    Shapes: x is [c*N, L, H]; its tokens are the rows of the pairs, [c*N, L, L].
     """
     num_heads, num_distances, _ = positions_NJH.shape
     x_NKH = _by_head(x, len(positions_NJH))
@@ -269,13 +269,13 @@ def _add_gradients_of_positions(
 
 
 def masking_bias(attends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a summand of scores; finite, since a row of scores that are all -inf would become NaN."""
+    """Returns a bias of scores; it is finite, since a row with all scores -inf would become NaN."""
     return torch.zeros(attends.shape, dtype=dtype, device=attends.device).masked_fill_(~attends, torch.finfo(dtype).min)
 
 
 # Attention within segments of different lengths. A packed row of several segments has a score for each pair of its
-# tokens, most of which a mask then removes. Here segments of similar lengths are padded to one length and computed
-# together, as rows of their own: half the scores or fewer, with as many dropout masks (bench/LOG.md).
+# tokens, and a mask then removes most of these. Here, segments of similar lengths are padded to one length and computed
+# together as separate rows, with at most half the scores and dropout masks (bench/LOG.md).
 
 
 class SegmentGroup(NamedTuple):
@@ -287,17 +287,17 @@ class SegmentGroup(NamedTuple):
 
     @property
     def length(self) -> int:
-        """P."""
+        """The padded length P."""
         return self.num_slots // self.num_segments
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the tokens of a flat buffer are once their segments are padded.
+    """The places of a flat buffer's tokens in padded segments.
 
     Args:
         groups: The groups, in the order of their slots.
-        token_K: The token in each slot; in padding, the last one of its segment.
+        token_K: The token in each slot; in padding, the last token of its segment.
         slot_T: The slot of each token; 0 for tokens outside of segments.
         padding: The slots of padding.
         outside: The tokens outside of segments.
@@ -316,7 +316,7 @@ class SegmentLayout:
 
 
 def segment_layout(segment_ids: Tensor, cu_seqlens: Tensor, window: int | None, dtype: torch.dtype) -> SegmentLayout:
-    """Returns the layout of the segments with these offsets, without those of padding, whose id is 0.
+    """Returns the layout of the segments with these offsets, except segments of padding, whose id is 0.
 
     With a `window`, token i attends to token j if |i - j| <= window.
     """
@@ -359,9 +359,9 @@ def segment_attention(
     dropout: float = 0.0,
     relative: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`self_attention` within segments; [T, 3D] → [T, D]. Rows of tokens outside of segments are arbitrary.
+    """`self_attention` within segments; [T, 3D] → [T, D]. The result is arbitrary for tokens outside of segments.
 
-    `relative` is that of rows of `layout.longest` tokens.
+    `relative` is for rows of `layout.longest` tokens.
     """
     qkv_KX: Tensor = _Rearranged.apply(qkv_TX, layout.token_K, layout.slot_T, layout.outside)
     parts = zip(torch.split(qkv_KX, [group.num_slots for group in layout.groups]), layout.groups, strict=True)
@@ -376,10 +376,10 @@ def segment_attention(
 
 
 class _Rearranged(torch.autograd.Function):
-    """x[source], whose gradient is gathered instead of added up.
+    """x[source], with a gradient that is gathered instead of summed.
 
-    `place` is the output's row of each row of x. Rows that have none, `missing`, have no gradient; nor has a further
-    copy of a row, since nothing reads the outputs of padding.
+    `place` is the row of the output for each row of x. Rows without one, `missing`, get no gradient. Additional copies
+    of a row contribute none, because the outputs of padding are not read.
     """
 
     @staticmethod
@@ -400,7 +400,7 @@ def geglu(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 class _GeGLU(torch.autograd.Function):
-    """gelu(a) * b of [a, b]; both gradients are written to one buffer."""
+    """gelu(a) * b for [a, b]; both gradients are written to one buffer."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -426,7 +426,7 @@ def _generator_head_impl(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, sample, correct, gradients of the loss with respect to x, table and bias), in one pass over the rows.
+    """Returns (loss, sample, correct, gradients of the loss in x, table and bias) in one pass over the rows.
 
     The logits of a chunk of rows become exponentials, then probabilities, then gradients in place. The gradients of a
     group of chunks are multiplied at once, since each product reads and writes the whole gradient of the table.
@@ -438,7 +438,7 @@ def _generator_head_impl(
     num_rows, _ = x_ME.shape
     vocab_size = table_VE.shape[0]
     num_tiles = -(-table_VE.shape[0] // TILE)
-    # Entries past the vocabulary fill the last tile, and have probability 0.
+    # Entries past the vocabulary fill the last tile and have probability 0.
     padding = num_tiles * TILE - vocab_size
     table_PE = F.pad(table_VE.to(x_ME.dtype), (0, 0, 0, padding))
     bias_P = F.pad(bias_V, (0, padding), value=-math.inf)
@@ -506,7 +506,7 @@ def _empty_outputs(
 
 
 def _linear(x_ME: Tensor, table_PE: Tensor, bias_P: Tensor, out: Tensor) -> None:
-    """Logits in fp32; a product and an addition in place are faster than `addmm`, which copies the bias first."""
+    """Writes fp32 logits; a product and an in-place addition are faster than `addmm`, which copies the bias first."""
     if x_ME.dtype == torch.float32:
         torch.mm(x_ME, table_PE.t(), out=out)
     else:
@@ -517,7 +517,7 @@ def _linear(x_ME: Tensor, table_PE: Tensor, bias_P: Tensor, out: Tensor) -> None
 def _add_gradients(
     x_grad_gE: Tensor, table_grad_VE: Tensor, logits_grad_gP: Tensor, x_ME: Tensor, table_PE: Tensor, group: slice
 ) -> None:
-    """Computes the gradient of x for a group's rows, and adds the group's gradient of the table to the others'."""
+    """Computes the gradient of x for a group's rows, and adds the group's gradient of the table to `table_grad_VE`."""
     torch.mm(logits_grad_gP, table_PE, out=x_grad_gE)
     grad_VE = logits_grad_gP.t()[: len(table_grad_VE)]
     is_first = group.start == 0
@@ -554,7 +554,7 @@ def generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, weight_M: Tensor, slot_M: Tensor,
     seed_and_step: Tensor | None, temperature: float, disallow_correct: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """`ops.generator_head`; the forward pass also computes the gradients, if any is needed."""
+    """`ops.generator_head`; the forward pass also computes the gradients if they are needed."""
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
     loss, sample_M, correct_M, *_ = torch.ops.electra_fast.generator_head_cpu(
         x_ME, table_VE, bias_V, target_M, weight_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient

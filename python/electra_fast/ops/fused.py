@@ -1,9 +1,9 @@
 # mypy: no-warn-return-any
 # (The kernels' launchers have no types.)
-"""The operations that run by kernels as one node of autograd, with their backward passes written out.
+"""Operations on kernels that form one autograd node, with explicit backward passes.
 
-Their savings span operations: the last product adds the gradients of x as input and as residual, the derivative of the
-GELU is applied where its gradient is computed, and no weight gradient is cast. `operations` has their contracts.
+This saves work across operations: the last product adds the gradients of x as input and as residual, the derivative of
+the GELU is applied as its gradient is computed, and no weight gradient is cast. `operations` has their contracts.
 
 Shapes: T packed tokens, D hidden, F feed-forward, N heads, H head dimension; X = 3D; I inputs and O outputs.
 """
@@ -16,27 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra_fast.ops.branches import Beside
+from electra_fast.ops.branches import Branch
 
-# The casts that are up to date, by weight; empty outside of `WeightCasts.current`.
+# Current casts by weight; empty outside of `WeightCasts.current`.
 casts: dict[Tensor, Tensor] = {}
 
 
 def kernels() -> Any:
-    """The launchers, imported at first use: machines without a GPU need not have Triton."""
+    """Returns the launchers, imported at first use, because machines without a GPU need not have Triton."""
     from electra_fast.kernels import launchers
 
     return launchers
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the dtype of the activations, without a gradient of its own."""
+    """Returns a weight in the activations' dtype, detached."""
     copy = None if torch.compiler.is_compiling() else casts.get(weight)
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """dy.T @ x, summed and returned in fp32 whatever the dtype of its factors; → [O, I]."""
+    """dy.T @ x, summed and returned in fp32 for factors of any dtype; → [O, I]."""
     if dy_TO.is_cuda and dy_TO.dtype != torch.float32:
         return torch.mm(dy_TO.T, x_TI, out_dtype=torch.float32)
     return dy_TO.T.float() @ x_TI.float()
@@ -57,14 +57,14 @@ class MixedLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dy_TO = dy.flatten(0, -2)
         x_TI = x.flatten(0, -2)
-        dweight = Beside(weight_gradient, dy_TO, x_TI) if needs_weight else None
+        dweight = Branch(weight_gradient, dy_TO, x_TI) if needs_weight else None
         dx = dy @ weight if needs_x else None
         dbias = dy_TO.sum(0, dtype=torch.float32) if needs_bias else None
         return dx, dweight.result() if dweight is not None else None, dbias
 
 
 class RotaryQKV(torch.autograd.Function):
-    """A linear layer whose product is rotated in place, and whose gradient is one buffer from the start."""
+    """A linear layer with an in-place rotation of its product and one buffer for its gradient."""
 
     @staticmethod
     def forward(
@@ -80,12 +80,12 @@ class RotaryQKV(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight, cos_T1H, sin_T1H = ctx.saved_tensors
         dqkv_TX = kernels().rotary_backward(*gradients, cos_T1H, sin_T1H)
-        dweight = Beside(weight_gradient, dqkv_TX, x_TD)
+        dweight = Branch(weight_gradient, dqkv_TX, x_TD)
         return dqkv_TX @ weight, dweight.result(), None, None, None
 
 
 class SublayerWeights(NamedTuple):
-    """The parameters of a sublayer, fp32: its first and last linear layers, and the norm that ends it.
+    """The fp32 parameters of a sublayer: its first and last linear layers, and the norm at its end.
 
     Shapes: [X, D], [X], [D, D] in attention, [F, D], [F], [D, F] in the feed-forward; then [D] three times.
     """
@@ -145,20 +145,20 @@ class Attention(torch.autograd.Function):
         out_weight_DD, *normed, key = ctx.saved_tensors[8:]
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
-        dout_weight = Beside(weight_gradient, dz_TD, mixed_TD)
+        dout_weight = Branch(weight_gradient, dz_TD, mixed_TD)
         dmixed_TD = dz_TD @ out_weight_DD
         arguments = (qkv_TX, in_bias_X, ids_BL, None, None, mixed_TD, lse_NT)
         attention_dropout = (attention_key, ctx.attention_call_index)
         dqkv_TX, partial_BX = kernels().short_attention_backward(dmixed_TD, *arguments, *ctx.heads, *attention_dropout)
         din_bias_X, *dnorm = _vector_gradients(partial_BX, partial_P3D)
-        din_weight = Beside(weight_gradient, dqkv_TX, x_TD)
-        dout_weight_DD = dout_weight.result()  # which reads what is overwritten next
+        din_weight = Branch(weight_gradient, dqkv_TX, x_TD)
+        dout_weight_DD = dout_weight.result()  # before its input is overwritten
         dx_TD = dresidual_TD.addmm_(dqkv_TX, in_weight_XD)
         return dx_TD, din_weight.result(), din_bias_X, dout_weight_DD, *dnorm, *[None] * 10
 
 
 class FeedForward(torch.autograd.Function):
-    """`operations.feed_forward`, by two or three kernels."""
+    """`operations.feed_forward` with two or three kernels."""
 
     @staticmethod
     def forward(
@@ -196,20 +196,20 @@ class FeedForward(torch.autograd.Function):
         x_TD, in_weight_FD, h_TF, in_bias_F, inner_TF, out_weight_DF, *normed, key = ctx.saved_tensors
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
-        dout_weight = Beside(weight_gradient, dz_TD, inner_TF)
+        dout_weight = Branch(weight_gradient, dz_TD, inner_TF)
         if ctx.how != "apart":
             dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF, ctx.how == "pipelined")
         else:
             dh_TF, partial_PF = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
         din_bias_F, *dnorm = _vector_gradients(partial_PF, partial_P3D)
-        din_weight = Beside(weight_gradient, dh_TF, x_TD)
-        dout_weight_DF = dout_weight.result()  # which reads what is overwritten next
+        din_weight = Branch(weight_gradient, dh_TF, x_TD)
+        dout_weight_DF = dout_weight.result()  # before its input is overwritten
         dx_TD = dresidual_TD.addmm_(dh_TF, in_weight_FD)
         return dx_TD, din_weight.result(), din_bias_F, dout_weight_DF, *dnorm, *[None] * 5
 
 
 class NarrowFeedForward(torch.autograd.Function):
-    """`operations.feed_forward`, by one kernel."""
+    """`operations.feed_forward` with one kernel."""
 
     @staticmethod
     def forward(
@@ -273,13 +273,13 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TF, weight_DF, *saved = ctx.saved_tensors
         dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
-        dweight = Beside(weight_gradient, dz_TD, x_TF)
+        dweight = Branch(weight_gradient, dz_TD, x_TF)
         dnorm = _norm_gradients(partial_PSD)[1:]
         return dz_TD @ weight_DF, dweight.result(), dresidual_TD, *dnorm, *[None] * 4
 
 
 class GatedFeedForward(torch.autograd.Function):
-    """`operations.gated_feed_forward`, by two or three kernels."""
+    """`operations.gated_feed_forward` with two or three kernels."""
 
     @staticmethod
     def forward(
@@ -311,18 +311,18 @@ class GatedFeedForward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, in_weight, out_weight_DF, h, inner_TF, *saved = ctx.saved_tensors
         dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
-        dout_weight = Beside(weight_gradient, dz_TD, inner_TF)
+        dout_weight = Branch(weight_gradient, dz_TD, inner_TF)
         dnorm = _norm_gradients(partial_PSD)[1:]
         if ctx.how != "apart":
             dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.how == "pipelined")
         else:
             dh = kernels().geglu_backward(dz_TD @ out_weight_DF, h)
-        din_weight = Beside(weight_gradient, dh, x_TD)
+        din_weight = Branch(weight_gradient, dh, x_TD)
         return dh @ in_weight, din_weight.result(), dout_weight.result(), dresidual_TD, *dnorm, *[None] * 5
 
 
 class NarrowGatedFeedForward(torch.autograd.Function):
-    """`operations.gated_feed_forward`, by one kernel."""
+    """`operations.gated_feed_forward` with one kernel."""
 
     @staticmethod
     def forward(
@@ -367,7 +367,7 @@ def _add_norm(
     eps: float,
     *dropout: Any,
 ) -> tuple[Tensor, ...]:
-    """The sum of the residual and dropout(z), and its norm; then what `_add_norm_backward` needs, the sum first."""
+    """Returns residual + dropout(z) and its norm, then the tensors for `_add_norm_backward`, with the sum first."""
     norm = (None, residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
     normed_TD, mean_T, rstd_T, sum_TD = kernels().residual_norm(z_TD, *norm, True)
     return sum_TD, normed_TD, *_of_sum(ctx, sum_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, *dropout)
@@ -382,10 +382,10 @@ def _of_sum(
     rstd_T: Tensor,
     *dropout: Any,
 ) -> tuple[Tensor, ...]:
-    """What `_add_norm_backward` needs, the sum first."""
+    """Returns the tensors for `_add_norm_backward`, with the sum first."""
     ctx.probability, key, ctx.call_index = dropout
     ctx.has_norm_bias = norm_bias_D is not None
-    ctx.set_materialize_grads(False)  # nothing but the norm reads the sum of the last layer
+    ctx.set_materialize_grads(False)  # only the norm reads the sum of the last layer
     return sum_TD, norm_weight_D, mean_T, rstd_T, key
 
 
@@ -399,14 +399,14 @@ def _add_norm_backward(
     rstd_T: Tensor,
     key: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of z, the residual, and partial sums for `_norm_gradients`; without dropout the first two are one."""
+    """Returns gradients of z and the residual (one tensor without dropout), and partial sums for `_norm_gradients`."""
     norm = (None, None, norm_weight_D, mean_T, rstd_T, ctx.has_norm_bias, ctx.probability, key, ctx.call_index)
     dz_TD, dresidual_TD, partial_PSD = kernels().residual_norm_backward(dnormed_TD, sum_TD, *norm, True, dsum_TD)
     return dz_TD, dresidual_TD if dresidual_TD.numel() else dz_TD, partial_PSD
 
 
 def _norm_gradients(partial_PSD: Tensor, partial_QX: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sums of the second, where given, and gradients of weight and bias of the norm."""
+    """Returns the sums of `partial_QX`, if given, and the gradients of the norm's weight and bias."""
     partial_QX = partial_PSD.new_empty(0, 0) if partial_QX is None else partial_QX
     sums = kernels().partial_sums(partial_QX, partial_PSD.flatten(1))
     dweight_D, *dbias_D = sums[partial_QX.shape[1] :].view(partial_PSD.shape[1:])
@@ -423,9 +423,9 @@ def _residual_norm_backward(
     mean_T: Tensor,
     rstd_T: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of z and of the residual, and partial sums for `_vector_gradients`.
+    """Returns gradients of z and of the residual, and partial sums for `_vector_gradients`.
 
-    Without dropout the first two are one tensor: what is added to the second comes after all uses of the first.
+    Without dropout, the first two are one tensor; callers add to the second after all uses of the first.
     """
     norm = (z_TD, out_bias_D, x_TD, norm_weight_D, mean_T, rstd_T, True, *dropout)
     dz_TD, dresidual_TD, partial_P3D = kernels().residual_norm_backward(dy_TD, *norm)
@@ -433,7 +433,7 @@ def _residual_norm_backward(
 
 
 def _vector_gradients(partial_QX: Tensor, partial_P3D: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of input bias, output bias, norm weight and norm bias, from partial sums."""
+    """Returns the gradients of input bias, output bias, norm weight and norm bias from partial sums."""
     sums = kernels().partial_sums(partial_QX, partial_P3D.flatten(1))
     width = partial_P3D.shape[2]
     din_bias_X, dnorm_weight_D, dnorm_bias_D, dout_bias_D = sums.split((partial_QX.shape[1], width, width, width))

@@ -2,9 +2,9 @@
 
 For objectives that learn from all tokens. The CPU form of `ops.generator_head` computes its gradients in the forward
 pass, from weights that are known there. Here the upstream gradient of each token is known only in the backward pass,
-which therefore recomputes the logits, block by block, and their softmax from each token's maximum and sum of
-exponentials. (The logsumexp would suffice, but is rounded at the magnitude of the logits, which increases the errors of
-the gradients by half.)
+which therefore recomputes the logits block by block, and their softmax from each token's maximum and sum of
+exponentials. (The logsumexp would suffice, but its rounding at the magnitude of the logits increases the errors of the
+gradients by half.)
 
 Shapes: T tokens, V vocabulary, E embedding; m tokens and v vocabulary entries of one block of logits, p = v padded to
 K whole tiles; S blocks that cover the vocabulary.
@@ -24,18 +24,17 @@ from electra_fast.ops.fused import kernels
 from electra_fast.ops.operations import operation, uses_kernels
 from electra_fast.ops.sampling import take_along_rows
 
-# Tokens and vocabulary entries (whole tiles) of one block of logits. On a CPU, 8 MB in fp32, which stay in the caches
-# through all passes over a block; on a GPU (without the kernels), 128 MB, so that few launches are needed. Blocks also
-# split the vocabulary because few tokens would fit otherwise, and the gradient of the table is read and written once
-# per block of tokens.
+# Tokens and vocabulary entries (whole tiles) per block of logits. On a CPU, 8 MB in fp32, which stay in the caches
+# through all passes over a block; on a GPU (without the kernels), 128 MB, for few launches. Blocks also split the
+# vocabulary, so that more tokens fit, since the gradient of the table is read and written once per block of tokens.
 BLOCK_SHAPE = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-# The argmax is searched only in the tile of the maximum: `amax` is vectorized on a CPU, `argmax` is not.
+# The argmax is searched only in the tile of the maximum, because on a CPU `amax` is vectorized and `argmax` is not.
 TILE = 128
 
 
 @operation
 def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-    """-log softmax(x @ table.T + bias)[target] of each token.
+    """-log softmax(x @ table.T + bias)[target] for each token.
 
     Args:
         x_TE: The input of the product with the table.
@@ -44,11 +43,11 @@ def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Ten
         target_T: The tokens, int64, 0 <= target < V, including rows that the loss does not use.
 
     Returns:
-        nll_T (fp32, or fp64 where x is fp64; differentiable once in x, table and bias), and is_argmax_T (bool), True
-        where the target has the largest logit (the first one among equal logits).
+        nll_T (fp32, or fp64 if x is fp64; differentiable once in x, table and bias), and is_argmax_T (bool), True
+        where the target has the largest logit (the first among equal logits).
     """
     if uses_kernels(x_TE, "vocabulary_nll"):
-        # Without a seed nothing is sampled, and the slots, here the targets, are not read.
+        # Without a seed, the kernel samples nothing and does not read the slots; the targets are placeholders.
         nll_T, _, is_argmax_T = kernels().generator_head(x_TE, table_VE, bias_V, target_T, target_T, None, 1.0, False)
     else:
         nll_T, is_argmax_T, *_ = torch.ops.electra_fast.vocabulary_nll(x_TE, table_VE, bias_V, target_T)
@@ -58,7 +57,7 @@ def vocabulary_nll(x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Ten
 def _vocabulary_nll_impl(
     x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(nll, is_argmax, largest logit, sum of the exponentials of the logits' distances to it)."""
+    """Returns (nll, is_argmax, largest logit, sum of exponentials relative to it)."""
     nll_T, is_argmax_T, max_T, sum_T = outputs = _empty_outputs(x_TE)
     table_VE = table_VE.to(x_TE.dtype)
     bias_V = bias_V.to(x_TE.dtype)
@@ -85,7 +84,7 @@ def _vocabulary_nll_impl(
 def _vocabulary_nll_backward_impl(
     grad_T: Tensor, x_TE: Tensor, table_VE: Tensor, bias_V: Tensor, target_T: Tensor, max_T: Tensor, sum_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (in its dtype), the table and the bias (in the logits' dtype), given nll's gradient.
+    """Returns the gradients of x (in its dtype), table and bias (in the logits' dtype) from the gradient of nll.
 
     The logits of a block become exponentials, then gradients, in one buffer.
     """
@@ -129,7 +128,7 @@ def _empty_gradients(x_TE: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _blocks(x_TE: Tensor, table_VE: Tensor) -> tuple[list[slice], list[slice], Tensor]:
-    """Blocks of tokens, blocks of the vocabulary, and a buffer for the logits of one of each."""
+    """Returns blocks of tokens, blocks of the vocabulary, and a buffer for the logits of one pair of blocks."""
     max_tokens, max_entries = BLOCK_SHAPE["cuda" if x_TE.is_cuda else "cpu"]
     tokens = _slices(x_TE.shape[0], max_tokens)
     entries = _slices(table_VE.shape[0], max_entries)
@@ -146,14 +145,14 @@ def _padded(num_entries: int) -> int:
 
 
 def _padded_view(buffer: Tensor, rows: slice, entries: slice) -> Tensor:
-    """The start of the buffer as [m, p]."""
+    """Returns the start of the buffer as [m, p]."""
     num_rows = rows.stop - rows.start
     num_columns = _padded(entries.stop - entries.start)
     return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
 def _linear(x_mE: Tensor, table_vE: Tensor, bias_v: Tensor, out: Tensor) -> None:
-    """Logits in the dtype of `out`; a product and an addition in place are faster than `addmm` on a CPU."""
+    """Writes logits in the dtype of `out`; on a CPU, a product and an in-place addition are faster than `addmm`."""
     if x_mE.dtype == out.dtype:
         torch.mm(x_mE, table_vE.t(), out=out).add_(bias_v)
     else:
@@ -161,34 +160,34 @@ def _linear(x_mE: Tensor, table_vE: Tensor, bias_v: Tensor, out: Tensor) -> None
 
 
 def _index_in(entries: slice, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Each target's index within these entries, and if it is one of them; if not, the index is an arbitrary one."""
+    """Returns each target's index within these entries (arbitrary if it is not one of them), and if it is one."""
     index = target - entries.start
     index_in_range = index.clamp(0, entries.stop - entries.start - 1)
     return index_in_range, index == index_in_range
 
 
 def _target_logit(logits_mv: Tensor, target_m: Tensor, entries: slice) -> Tensor:
-    """The targets' logits; -inf for targets that are not among these entries."""
+    """Returns the targets' logits, or -inf for targets that are not among these entries."""
     index_m, is_inside_m = _index_in(entries, target_m)
     return torch.where(is_inside_m, take_along_rows(logits_mv, index_m), -math.inf)
 
 
 def _reduce_(logits_mp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum, sum of exponentials relative to it, index of the first maximum) of each row.
+    """Returns (maximum, sum of exponentials relative to it, index of the first maximum) of each row.
 
-    The logits become exponentials.
+    Replaces the logits by exponentials.
     """
     tiles_mKt = logits_mp.view(logits_mp.shape[0], -1, TILE)
     max_mK = tiles_mKt.amax(2)
     tile_m = max_mK.argmax(1)
     argmax_m = tile_m * TILE + take_along_rows(tiles_mKt, tile_m).argmax(1)
-    # If every entry of a block has a bias of -inf: their distance to an infinite maximum would be NaN.
+    # Finite even if every entry of a block has a bias of -inf, since -inf minus -inf would be NaN.
     max_m = take_along_rows(max_mK, tile_m).clamp_min(torch.finfo(logits_mp.dtype).min)
     return max_m, logits_mp.sub_(max_m[:, None]).exp_().sum(1), argmax_m
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Total += a @ b, summed in total's dtype over the blocks."""
+    """Adds a @ b to `total`, in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

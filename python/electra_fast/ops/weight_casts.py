@@ -1,4 +1,4 @@
-"""Copies of weights in the dtype of the activations, made once per step (`operations` says where they are read)."""
+"""Copies of weights in the activations' dtype, made once per step and read by `fused.cast`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from electra_fast.ops.operations import uses_kernels
 
 
 class WeightCasts:
-    """Copies of the weights of a model's linear layers in the dtype of the activations, at fixed addresses.
+    """Copies of the weights of a model's linear layers in the activations' dtype, at fixed addresses.
 
-    There are none where `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
-    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`. Those for predictions are
+    There are none if `linear` would not use them: with fp32 activations, without kernels unless `without_gradient`
+    (predictions on a CPU, which would cast all weights for each batch), or if not `enabled`. Copies for predictions are
     made again only after a weight has changed.
     """
 
@@ -38,7 +38,7 @@ class WeightCasts:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Casts all weights; `cast` returns the copies within the context, in which no weight may change."""
+        """Casts all weights; `cast` returns the copies within the context, and no weight may change there."""
         versions = [weight._version for weight in self._casts]
         if self._casts and not (self._keeps and versions == self._versions):
             self._versions = versions

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from electra_fast.config.config import OptimizerConfig
-from electra_fast.ops.branches import Beside
+from electra_fast.ops.branches import Branch
 from electra_fast.optimizers.shards import Shards, assign_owners
 
 # Streams over which Muon's stacks are distributed if a graph has branches.
@@ -437,7 +437,7 @@ class Muon(UpdateRule):
         names = [name for stack in self._stacks for name in stack.names]
         matrices = self._nesterov(names, gradients) if names else {}
         orthogonal = [
-            Beside(
+            Branch(
                 self._orthogonalization.compute,
                 number,
                 stack.join({name: matrices.pop(name) for name in stack.names}),
