@@ -1,7 +1,7 @@
-"""Tiles of attention that reads the qkv layer's product in place (Triton).
+"""Tiles for attention that reads the qkv layer's product in place (Triton).
 
-Loads with bias and rotation, stores of gradients with rotation undone, masked scores, and dropout's draws: what
-`short_attention` and `blocked_attention` share. Gradients are stored from their transposes, [H, positions].
+`short_attention` and `blocked_attention` share these functions: loads with bias and rotation, stores of gradients with
+the inverse rotation, masked scores, and dropout draws. Gradients are stored from their transposes, [H, positions].
 
 Shapes: L row length, H head dimension.
 """
@@ -21,10 +21,10 @@ def load_tile(
     ptr, bias_ptr, cos_ptr, sin_ptr, first, position,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """[positions, H] of one head, with bias and rotation if given; finite past the row's end.
+    """Loads [positions, H] of one head, with bias and rotation if given; finite past the row's end.
 
-    Rotated tiles have the two dimensions of a pair, i and i + H/2, side by side: products of queries and keys do not
-    depend on the order, and a thread that holds gradients of neighbors can rotate them back.
+    In rotated tiles, the two dimensions of a pair, i and i + H/2, are adjacent: products of queries and keys do not
+    depend on the order, and a thread that holds gradients of both can rotate them back.
     """
     dtype = ptr.dtype.element_ty
     if cos_ptr is None:
@@ -56,9 +56,9 @@ def store_gradient(
     ptr, dx, cos_ptr, sin_ptr, first, position,
     LENGTH: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of what `load_tile` read, given that of its result, fp32 [H, positions].
+    """Writes the gradient of the input of `load_tile` from the gradient of its result, fp32 [H, positions].
 
-    Returns its sums over the positions, [H] in the order of the result, if `SUM`.
+    If `SUM`, returns its sums over the positions, [H] in the order of the result.
     """
     dtype = ptr.dtype.element_ty
     total = 0.0
@@ -89,7 +89,7 @@ def store_gradient(
 def scores(
     q, k, ids_ptr, first, query, key, LENGTH: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
-    """Scores [queries, keys] in base-2 units, -inf where a query does not attend. Past the row's end is a segment."""
+    """Scores [queries, keys] in base-2 units, -inf for masked pairs. Positions past the row's end form a segment."""
     query_id = tl.load(ids_ptr + first + query, mask=query < LENGTH, other=-1)
     key_id = tl.load(ids_ptr + first + key, mask=key < LENGTH, other=-1)
     attends = query_id[:, None] == key_id[None, :]
@@ -104,7 +104,7 @@ def kept_sign(
     key_ptr, call_index, token, head, first_key,
     LENGTH: tl.constexpr, NUM_KEYS: tl.constexpr, THRESHOLD: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: 1 where dropout keeps a weight, -1 where not, by the draw of element (token, head*L + key).
+    """Returns 1 for weights [queries, keys] that dropout keeps, else -1; element (token, head*L + key) has the draw.
 
     `first_key` is a multiple of 4.
     """

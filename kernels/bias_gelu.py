@@ -19,7 +19,7 @@ from electra_fast.kernels.launch import resident_programs
 
 TILE = 2048  # elements per program and iteration: two 16-byte loads per thread
 MAX_COLUMNS = 256
-# Resident programs of four warps: the backward kernel takes 80 registers per thread, the forward one fewer.
+# Resident programs of four warps: the backward kernel needs 80 registers per thread, the forward kernel fewer.
 PROGRAMS_PER_SM = 6
 
 
@@ -127,7 +127,7 @@ def bias_gelu(h_TF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("electra_fast::bias_gelu_backward", mutates_args=())
 def bias_gelu_backward(dy_TF: Tensor, h_TF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradient of h ([T, F], h's dtype) and partial sums of the bias' (fp32 [P, F], or [P, 0] without a bias)."""
+    """Gradient of h ([T, F], h's dtype) and partial sums of the bias gradient (fp32 [P, F]; [P, 0] without a bias)."""
     num_tokens, width = h_TF.shape
     dy_TF = dy_TF.contiguous()
     h_TF = h_TF.contiguous()

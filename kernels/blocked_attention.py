@@ -1,9 +1,9 @@
 """Attention within the segments of rows of up to 512 tokens, block by block: one pass forward, two backward (Triton).
 
-Contract and reference: those of `short_attention`, which calls this where a row does not fit into a program. A program
-has a block of queries (in the pass for dk and dv, of keys) of one row and head, and visits only those blocks that have
-a segment in common with it, which the row's ids tell. Nothing is added atomically, so gradients are reproducible. Each
-pass backward writes its part of the packed gradient, and its bias gradient summed per block.
+Contract and reference are in `short_attention`, which calls this module if a row does not fit into a program. A program
+has a block of queries (in the pass for dk and dv, of keys) of one row and head. It visits only blocks that share a
+segment with its block, according to the row's ids. There are no atomic additions, so gradients are reproducible. Each
+backward pass writes its part of the packed gradient, and its bias gradient summed per block.
 
 Shapes: B rows, L row length, P blocks per row, T = B*L tokens, N heads, H head dimension, X = 3*N*H.
 """
@@ -21,8 +21,8 @@ from electra_fast.kernels.attention_tiles import kept_sign, load_tile, scores, s
 from electra_fast.kernels.dropout import RESOLUTION
 from electra_fast.kernels.launch import FUSION
 
-# Tokens per block of a program, and of those that it visits. With two programs or more per multiprocessor, no
-# architecture from Ampere on spills more than 16 bytes, and by Triton 3.9 none but 120 with dropout (8 bytes).
+# Tokens per block of a program, and per block that it visits. With two programs or more per multiprocessor, no
+# architecture from Ampere on spills more than 16 bytes; with Triton 3.9, only 120 with dropout spills (8 bytes).
 FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
 BACKWARD = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 2}
 # Above all ids, and below all scores.
@@ -32,7 +32,7 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _place(NUM_HEADS: tl.constexpr, LENGTH: tl.constexpr, OWN: tl.constexpr):
-    """Row, head and first position of a program; those of one row and head, which read the same, follow each other."""
+    """Row, head and first position of a program; programs of one row and head read the same data and are adjacent."""
     NUM_BLOCKS: tl.constexpr = (LENGTH + OWN - 1) // OWN
     unit = tl.program_id(0) // NUM_BLOCKS
     return unit // NUM_HEADS, unit % NUM_HEADS, tl.program_id(0) % NUM_BLOCKS * OWN
@@ -40,11 +40,11 @@ def _place(NUM_HEADS: tl.constexpr, LENGTH: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def _range(ids_ptr, start, LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, OWN: tl.constexpr, WINDOW: tl.constexpr):
-    """The positions of a row to visit for a block of them: begin, a multiple of 4, and end."""
+    """The range of positions to visit for a block of a row: begin, a multiple of 4, and end."""
     position = tl.arange(0, BLOCK_L)
     is_inside = position < LENGTH
     id = tl.load(ids_ptr + position, mask=is_inside, other=0)
-    id = tl.where(id == 0, LAST_ID, id)  # padding comes last: a block that has some need not begin at 0
+    id = tl.where(id == 0, LAST_ID, id)  # padding comes last, so a block with padding need not begin at 0
     is_own = is_inside & (position >= start) & (position < start + OWN)
     low = tl.min(tl.where(is_own, id, LAST_ID), axis=0)
     high = tl.max(tl.where(is_own, id, 0), axis=0)
@@ -70,7 +70,7 @@ def _blocked_attention_forward_kernel(
     out_ptr += first * HIDDEN + head * WIDTH
     lse_ptr += head.to(tl.int64) * num_rows * LENGTH + first
     v_bias_ptr = None if bias_ptr is None else bias_ptr + 2 * HIDDEN + head * WIDTH
-    k_bias_ptr = None  # unrotated, the keys' bias adds the same to all scores of a query, which softmax ignores
+    k_bias_ptr = None  # without rotation, it shifts all scores of a query equally, which softmax ignores
     if bias_ptr is not None:
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
@@ -87,7 +87,7 @@ def _blocked_attention_forward_kernel(
         k = load_tile(qkv_ptr + HIDDEN, k_bias_ptr, cos_ptr, sin_ptr, first, key, LENGTH, STRIDE, WIDTH, BLOCK_H)
         v = load_tile(qkv_ptr + 2 * HIDDEN, v_bias_ptr, None, None, first, key, LENGTH, STRIDE, WIDTH, BLOCK_H)
         s = scores(q, k, ids_ptr, first, query, key, LENGTH, WIDTH, WINDOW)
-        # Finite also where a query attends to nothing in these blocks.
+        # Finite even if a query attends to no key in these blocks.
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         p = tl.exp2(s - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
@@ -135,7 +135,7 @@ def _blocked_attention_query_gradient_kernel(
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), axis=1)
     tl.store(delta_ptr + query, delta, mask=query < LENGTH)
     q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, query, LENGTH, STRIDE, WIDTH, BLOCK_H)
-    # Past the row's end the weights are 0, and so is every gradient.
+    # Past the row's end, the weights are 0, so every gradient is 0.
     lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=float("inf"))
     dq = tl.zeros((OWN, BLOCK_H), tl.float32)
     begin, end = _range(ids_ptr + first, start, LENGTH, BLOCK_L, OWN, WINDOW)
@@ -166,7 +166,7 @@ def _blocked_attention_key_gradient_kernel(
     BLOCK_L: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, BLOCK_H: tl.constexpr,
     WINDOW: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv. Scores are [keys, queries] here, so that no left factor is a transposed accumulator."""
+    """dk and dv, with scores as [keys, queries], so that no left factor is a transposed accumulator."""
     HIDDEN: tl.constexpr = NUM_HEADS * WIDTH
     STRIDE: tl.constexpr = 3 * HIDDEN
     row, head, start = _place(NUM_HEADS, LENGTH, OWN)
@@ -223,19 +223,19 @@ def _blocked_attention_key_gradient_kernel(
 def _options(tile: dict[str, int], constants: dict[str, Any]) -> dict[str, Any]:
     """Options of a launch; no block is longer than the row."""
     block_l, block_h = (max(16, triton.next_power_of_2(constants[name])) for name in ("LENGTH", "WIDTH"))
-    other = tile["OTHER"] // 2 if constants["THRESHOLD"] else tile["OTHER"]  # draws of dropout take registers too
+    other = tile["OTHER"] // 2 if constants["THRESHOLD"] else tile["OTHER"]  # dropout draws need registers too
     own_size, other = (min(size, block_l) for size in (tile["OWN"], other))
     return constants | tile | {"BLOCK_L": block_l, "OWN": own_size, "OTHER": other, "BLOCK_H": block_h, **FUSION}
 
 
 def num_blocks(constants: dict[str, Any]) -> int:
-    """Blocks per row of both passes backward."""
+    """Blocks per row in both backward passes."""
     blocks: int = triton.cdiv(constants["LENGTH"], _options(BACKWARD, constants)["OWN"])
     return blocks
 
 
 def forward(arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches the pass forward."""
+    """Launches the forward pass."""
     options = _options(FORWARD, constants)
     num_rows = arguments[-2]
     grid = (num_rows * options["NUM_HEADS"] * triton.cdiv(options["LENGTH"], options["OWN"]),)
@@ -245,7 +245,7 @@ def forward(arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
 def backward(
     dout_TD: Tensor, out_TD: Tensor, inputs: tuple[Any, ...], outputs: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
-    """Launches both passes backward, the queries' first: the keys' reads the sums that it writes."""
+    """Launches both backward passes, first for queries: it writes the sums that the pass for keys reads."""
     options = _options(BACKWARD, constants)
     lse_NT = inputs[5]
     num_rows = outputs[-2]

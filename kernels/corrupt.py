@@ -38,7 +38,7 @@ def _corrupt_kernel(
         exists = slot < num_slots
         slot_index = row * num_slots + slot
         position = tl.load(position_ptr + slot_index, mask=exists, other=-1) - row * length
-        # The position of an unused slot is past the end of the buffer, hence of the row.
+        # The position of an unused slot is past the end of the buffer, so also past the row's end.
         slot_column = tl.where(exists & (position < length), position, -1).to(tl.int32)
         sample = tl.load(sample_ptr + slot_index, mask=exists, other=0)
         slot_original = tl.load(original_ptr + slot_index, mask=exists, other=-1)

@@ -1,10 +1,10 @@
 """The discriminator's head after its dense product (bias, GELU, norm, classifier), and its loss (Triton).
 
 Contracts and references: `replaced_logits`, `token_logits` and `discriminator_loss` in `electra_fast.ops.operations`.
-Each op reads its [T, D] or [T] input once. Sums over tokens use no atomics: every program writes its partial sums to a
-row of a small buffer, whose rows are added in a fixed order, so that results are bitwise reproducible.
+Each operation reads its [T, D] or [T] input once. Sums over tokens use no atomics: every program writes its partial
+sums to a row of a small buffer, and the rows are added in a fixed order, so that results are bitwise reproducible.
 
-GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
+The GELU is exact, without the tanh approximation. Sums are fp32; the loss and the counts are summed over
 programs in fp64.
 
 Shapes: T packed tokens, D hidden.
@@ -29,11 +29,11 @@ FORWARD_TILE = 4096
 BACKWARD_TILE = 2048
 MAX_COLUMNS = 256  # one warp per row: 16 bytes of bf16 per lane
 BACKWARD_PROGRAMS_PER_SM = 5
-MIN_TILES = 4  # per program; with fewer, writing partial sums would dominate
+MIN_TILES = 4  # per program; with fewer, the writes of partial sums would dominate
 SUM_ROWS = 256
 SUM_WARPS = 8
 LOSS_TOKENS = 1024
-LOSS_COLUMNS = 8  # of the partial sums: the loss, `ops.DISCRIMINATOR_TOTALS`, two unused
+LOSS_COLUMNS = 8  # partial sums: the loss, `ops.DISCRIMINATOR_TOTALS`, two unused
 NUM_TOTALS = 5
 
 
@@ -61,7 +61,7 @@ def _gelu_logit_forward_kernel(
         if HAS_GELU:
             x = gelu(x)
         logit += tl.sum(weight[None, :] * x, axis=1)
-        if mean_ptr is not None:  # joins the moments of these columns with those before them
+        if mean_ptr is not None:  # combines the moments of these columns with the previous ones
             count = min(COLUMNS, D - first_column)
             block_mean = tl.sum(x, axis=1) / count
             centered = tl.where(column_mask[None, :], x - block_mean[:, None], 0.0)
@@ -86,8 +86,8 @@ def _gelu_logit_backward_kernel(
     num_tokens, rows_per_program, partial_stride,
     HAS_GELU: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A program takes a block of columns of consecutive rows: no sum here runs over columns. That of the gradient of
-    # what is normed, times it, is the logit without its bias.
+    # A program has a block of columns of consecutive rows, because no sum here runs over columns. The sum of the normed
+    # values times their gradient is the logit without its bias.
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     first_column = tl.program_id(1) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
@@ -105,7 +105,7 @@ def _gelu_logit_backward_kernel(
         centered_weight -= total_weight / D
         if classifier_bias_ptr is not None:
             classifier_bias += tl.load(classifier_bias_ptr)
-    # One running sum per row of the tile, reduced at the end: the rows of a tile are in different warps.
+    # One running sum per row of the tile, reduced at the end, since the rows of a tile are in different warps.
     dbias = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     dweight = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     dclassifier_bias = tl.zeros([ROWS], dtype=tl.float32)
@@ -125,7 +125,7 @@ def _gelu_logit_backward_kernel(
             dweight += dlogit[:, None] * x
             dh = dlogit[:, None] * weight[None, :]
         else:
-            # Past the last row rstd is 0, and so is every gradient.
+            # Past the last row, rstd is 0, so every gradient is 0.
             rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0)
             x = (x - tl.load(mean_ptr + row, mask=row_mask, other=0.0)[:, None]) * rstd[:, None]
             share = (tl.load(logits_ptr + row, mask=row_mask, other=0.0) - classifier_bias) / D
@@ -146,8 +146,8 @@ def _gelu_logit_backward_kernel(
 
 @triton.jit
 def _log1p(u):
-    # For u in [0, 1], as the series of 2 artanh(u / (2 + u)): accurate to fp32 also for small u, where
-    # the GPU's fast log(1 + u) is not.
+    # For u in [0, 1], the series of 2 artanh(u / (2 + u)): accurate in fp32 even for small u, unlike the
+    # GPU's fast log(1 + u).
     s = u / (2.0 + u)
     q = s * s
     series = 1 / 11 + q * (1 / 13 + q * (1 / 15))
@@ -170,7 +170,7 @@ def _loss_forward_kernel(
     correct = (predicted == replaced) & valid
 
     partial_ptr += tl.program_id(0) * COLUMNS
-    # A product rather than tl.where: NaN on padding reaches the loss, as in the reference.
+    # A product instead of tl.where, so that NaN on padding reaches the loss, as in the reference.
     tl.store(partial_ptr, tl.sum(loss * valid.to(tl.float32), axis=0).to(tl.float64))
     tl.store(partial_ptr + 1, tl.sum(correct.to(tl.int32), axis=0).to(tl.float64))
     tl.store(partial_ptr + 2, tl.sum((predicted & replaced).to(tl.int32), axis=0).to(tl.float64))
@@ -206,14 +206,14 @@ def _loss_backward_kernel(
     replaced = tl.load(replaced_ptr + token, mask=mask, other=0) != 0
     valid = tl.load(valid_ptr + token, mask=mask, other=0) != 0
     u = tl.exp(-tl.abs(z))
-    # sigmoid(z) - y without cancellation: plus or minus the probability of the wrong label.
+    # sigmoid(z) - y without cancellation, which is plus or minus the probability of the wrong label.
     wrong = tl.where((z >= 0) == replaced, u, 1.0) / (1.0 + u)
     dz = tl.where(replaced, -wrong, wrong) * valid.to(tl.float32) * tl.load(dloss_ptr)
     tl.store(dlogits_ptr + token, dz.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
 def block_columns(width: int) -> int:
-    """Columns of a tile: the largest power of two that divides the width, or one that covers it if that is under 64."""
+    """Columns per tile: the largest power of two that divides the width, or covers it if the former is under 64."""
     divisor = width & -width
     return min(MAX_COLUMNS, divisor if divisor >= 64 else triton.next_power_of_2(width))
 
@@ -223,7 +223,7 @@ def classifier_logits(
     h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor | None, eps: float | None,
     has_gelu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """weight · x + classifier_bias, where x is h + bias, then its GELU, then its norm by `eps`, as far as asked for.
+    """weight · x + classifier_bias, where x is h + bias, followed by GELU and norm (with `eps`) if requested.
 
     h [T, D], fp32 [D], [1, D] and [1] → fp32 [T]; mean and 1 / standard deviation, fp32 [T], empty without a norm.
     """
@@ -255,7 +255,7 @@ def classifier_logits_backward(
     dlogits_T: Tensor, h_TD: Tensor, bias_D: Tensor | None, weight_1D: Tensor, classifier_bias_1: Tensor | None,
     logits_T: Tensor, mean_T: Tensor, rstd_T: Tensor, has_norm: bool, has_gelu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dh [T, D] in h's dtype, and fp32: the gradients of weight, bias if any, and classifier bias, concatenated."""
+    """dh [T, D] in h's dtype, and the fp32 gradients of weight, bias if any, and classifier bias, concatenated."""
     num_tokens, width = h_TD.shape
     columns = block_columns(width)
     rows = BACKWARD_TILE // columns
@@ -318,7 +318,7 @@ def token_logits(x_TD: Tensor, weight_1D: Tensor, bias_1: Tensor | None) -> Tens
 
 @torch.library.custom_op("electra_fast::discriminator_loss", mutates_args=())
 def discriminator_loss(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Float [T] and two bool [T] → summed loss (fp32 scalar) and `ops.DISCRIMINATOR_TOTALS` (int64 [5])."""
+    """Float [T], bool [T], bool [T] → summed loss (fp32 scalar) and `ops.DISCRIMINATOR_TOTALS` (int64 [5])."""
     num_tokens = logits_T.shape[0]
     device = logits_T.device
     num_programs = triton.cdiv(num_tokens, LOSS_TOKENS)
@@ -345,7 +345,7 @@ def _(logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Te
 def discriminator_loss_backward(dloss: Tensor, logits_T: Tensor, replaced_T: Tensor, valid_T: Tensor) -> Tensor:
     """dloss * (sigmoid(logits) - replaced) on valid tokens, else 0; dloss is an fp32 scalar. [T] in the logits' dtype.
 
-    Recomputed from the forward pass's inputs: a saved buffer would cost more memory traffic.
+    It is recomputed from the inputs of the forward pass, because a saved buffer would cost more memory traffic.
     """
     dlogits_T = torch.empty_like(logits_T, memory_format=torch.contiguous_format)
     num_tokens = logits_T.shape[0]

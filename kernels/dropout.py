@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Added to the call index in the counter's last word: samplers use 0, 1 and 2 there.
+# Offset of the call index in the counter's last word, since samplers use 0, 1 and 2 there.
 FIRST_CALL = tl.constexpr(1 << 16)
 # Probabilities are multiples of 2^-24, so that the upper 24 bits of a word compare as signed integers.
 RESOLUTION = tl.constexpr(1 << 24)
@@ -21,7 +21,7 @@ TILE = 2048
 
 
 def threshold(probability: float) -> int:
-    """The number of values of a 24-bit draw that drop an element."""
+    """The number of 24-bit values that drop an element."""
     return round(probability * (1 << 24))
 
 
@@ -42,7 +42,7 @@ def philox_words(key_ptr, call_index, token, quad):
 
 @triton.jit
 def keep_scale(key_ptr, call_index, token, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr):
-    """fp32 [BLOCK_T, BLOCK_D] to multiply by: 0 for dropped elements, 1 / (1 - p) for kept ones.
+    """fp32 factors [BLOCK_T, BLOCK_D]: 0 for dropped elements, 1 / (1 - p) for the others.
 
     `token` is the int64 [BLOCK_T] index within the micro-batch. One Philox call serves four adjacent columns.
     """

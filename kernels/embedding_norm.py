@@ -1,13 +1,13 @@
 """Token + position + type embedding, LayerNorm and dropout in one kernel each way (Triton).
 
 Contract and reference: `embedding_norm` in `electra_fast.ops.operations`. The fp32 sum of the three rows is
-never stored: the backward pass gathers them again. The tables' gradients use no atomics:
+never stored; the backward pass gathers them again. The tables' gradients use no atomics:
 
 - token: `gather_rows.add_rows`, which sorts the ids (most rows get few tokens);
-- type: two sums over all tokens, computed with those of the norm's weight and bias;
-- position: each row gets many tokens, so a product with the one-hot matrix of the positions, built in
-  registers, over fixed chunks of tokens whose results are then added. That is 2 T L E FLOPs on tensor
-  cores, a thousandth of a step, where a sort alone takes ten launches.
+- type: two sums over all tokens, computed with the sums for the norm's weight and bias;
+- position: each row gets many tokens, so the gradient is a product with the one-hot matrix of the
+  positions, built in registers, over fixed chunks of tokens, and the chunks are added. This costs
+  2 T L E FLOPs on tensor cores, a thousandth of a step; a sort alone would need ten launches.
 
 Shapes: T tokens, E embedding, L positions, P programs, C chunks.
 """
@@ -95,7 +95,7 @@ def _embedding_norm_backward_kernel(
         z = _sum_embeddings(token_ptr, position_ptr, type_ptr, token_id, position_id, type_id, column, mask, WIDTH)
         if THRESHOLD > 0:
             dy *= keep_scale(key_ptr, call_index, token, BLOCK_T, BLOCK_D, THRESHOLD)
-        # Past the last token rstd is 0, and so is every gradient.
+        # Past the last token, rstd is 0, so every gradient is 0.
         mean = tl.load(mean_ptr + token, mask=token_mask, other=0.0)
         rstd = tl.load(rstd_ptr + token, mask=token_mask, other=0.0)
         normed = (z - mean[:, None]) * rstd[:, None]
@@ -165,7 +165,7 @@ def embedding_norm_backward(
     token_VE: Tensor, position_LE: Tensor, type_2E: Tensor, weight_E: Tensor, mean_T: Tensor, rstd_T: Tensor,
     probability: float, key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """fp32 gradients: of each token's embedding sum [T, E], and [4, E] of weight, bias and the two types."""
+    """fp32 gradients of each token's embedding sum [T, E], and of weight, bias and the two types [4, E]."""
     num_tokens, width = dy_TE.shape
     dy_TE = dy_TE.contiguous()
     tile = blocks(token_VE.shape[1])
@@ -189,14 +189,14 @@ def embedding_norm_backward(
 def sum_by_position(dz_TE: Tensor, positions_T: Tensor, num_positions: int, exact: bool) -> Tensor:
     """Sums the rows of dz by position; fp32 [T, E], int [T] → fp32 [L, E].
 
-    Multiplies in fp32 if `exact` or on AMD's GPUs, some of which have no TF32, and else in TF32.
+    Multiplies in fp32 if `exact` or on AMD's GPUs (some lack TF32), otherwise in TF32.
     """
     num_tokens, width = dz_TE.shape
     block = ONE_HOT_BLOCKS
     dz_TE = dz_TE.contiguous()
     positions_T = positions_T.contiguous()
     grid = triton.cdiv(num_positions, block["BLOCK_L"]), triton.cdiv(width, block["BLOCK_E"])
-    # Two programs per multiprocessor, each with enough tokens to be worth its partial sums.
+    # Two programs per multiprocessor, each with enough tokens to justify its partial sums.
     num_chunks = max(1, min(resident_programs(dz_TE.device, 2) // (grid[0] * grid[1]), num_tokens // 256))
     chunk = triton.cdiv(triton.cdiv(num_tokens, num_chunks), block["BLOCK_T"]) * block["BLOCK_T"]
     num_chunks = triton.cdiv(num_tokens, chunk)
@@ -226,7 +226,7 @@ def _(dz_TE, positions_T, num_positions, exact):
 
 
 def _save(ctx, inputs, output):
-    *tensors, _, _, ctx.dtype, ctx.probability, key, ctx.call_index = inputs  # all tensors but the bias
+    *tensors, _, _, ctx.dtype, ctx.probability, key, ctx.call_index = inputs  # all tensors except the bias
     ctx.save_for_backward(*tensors, *output[1:], key)
     ctx.set_materialize_grads(False)  # the statistics are not differentiated
 
@@ -236,7 +236,7 @@ def _gradients(ctx, dy_TE, dmean_T, drstd_T):
     ids_T, positions_T, _, token_VE, position_LE = tensors[:5]
     dz_TE, sums_4E = embedding_norm_backward(dy_TE, *tensors, ctx.probability, key, ctx.call_index)
     dtoken_VE = add_rows(dz_TE, ids_T, token_VE.shape[0])
-    # TF32's mantissa has at least as many bits as the 16-bit activations whose gradient this is.
+    # TF32's mantissa has at least as many bits as the mantissa of the 16-bit activations.
     dposition_LE = sum_by_position(dz_TE, positions_T, position_LE.shape[0], ctx.dtype == torch.float32)
     dweight_E = sums_4E[0]
     dbias_E = sums_4E[1]

@@ -21,7 +21,7 @@ def gather_rows(x_RD: Tensor, index_M: Tensor) -> Tensor:
 
 @torch.library.custom_op("electra_fast::add_rows", mutates_args=())
 def add_rows(dy_MD: Tensor, index_M: Tensor, num_rows: int) -> Tensor:
-    """Gradient of `gather_rows`: row m of dy is added to row index[m] of zeros; [M, D], [M] → [R, D]."""
+    """Gradient of `gather_rows`: adds row m of dy to row index[m] of zeros; [M, D], [M] → [R, D]."""
     dx_RD: Tensor = torch.ops.aten.embedding_dense_backward(dy_MD.contiguous(), index_M, num_rows, -1, False)
     return dx_RD
 

@@ -48,16 +48,16 @@ def _pad_table_kernel(
 def _narrow_width(x_ME: Tensor) -> int | None:
     """The table's padded width on the narrow path, or None on the chunked path."""
     card = launch.card(x_ME.device)
-    # AMD's GPUs have 64 KiB of shared memory, and E = 128 takes 98.
+    # AMD's GPUs have 64 KiB of shared memory, but E = 128 needs 98.
     if x_ME.dtype not in NARROW_DTYPES or card.is_rocm or not launch.has_tensor_cores(x_ME.device):
         return None
-    # E = 256 takes 193 KiB on Hopper, but 258 of 227 on Blackwell and 161 of 99 on smaller GPUs.
+    # E = 256 needs 193 KiB on Hopper, but 258 of 227 on Blackwell and 161 of 99 on smaller GPUs.
     widths = NARROW_WIDTHS if card.is_hopper else NARROW_WIDTHS[:-1]
     return next((width for width in widths if x_ME.shape[1] <= width), None)
 
 
 def _empty_padded(x_ME: Tensor, table_VE: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialized weight (in x's dtype) and bias, padded as the path reads them."""
+    """Uninitialized weight (in x's dtype) and bias, padded as the path requires."""
     vocab_size, width = table_VE.shape
     narrow_width = _narrow_width(x_ME)
     num_entries = (vocab_size + TILE - 1) // TILE * TILE
@@ -81,7 +81,7 @@ def _generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
     temperature: float, disallow_correct: bool, with_gradient: bool,
 ) -> Outputs:  # fmt: skip
-    """(nll, sample, correct, logsumexp, what the path saves for backward, padded weight, padded bias)."""
+    """(nll, sample, correct, logsumexp, the path's saved tensors, padded weight, padded bias)."""
     kernels = narrow if _narrow_width(x_ME) else chunked
     weight, bias = _pad_table(x_ME, table_VE, bias_V)
     nll_M, sample_M, correct_M, lse_M, saved = kernels.forward(
@@ -111,7 +111,7 @@ def _generator_head_backward(
     grad_M: Tensor, x_ME: Tensor, target_M: Tensor, lse_M: Tensor, saved: Tensor, weight: Tensor, bias: Tensor,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, the table and the bias, given nll's gradient."""
+    """Gradients of x, the table and the bias from the gradient of nll."""
     kernels = narrow if _narrow_width(x_ME) else chunked
     grad_M = grad_M.contiguous()
     x_ME = x_ME.contiguous()
@@ -142,7 +142,7 @@ def _backward(ctx: Any, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None,
     if grad_M is None:
         return (None,) * 9
     if not ctx.with_gradient:
-        raise RuntimeError("generator_head has no gradient: its forward pass was run with with_gradient=False")
+        raise RuntimeError("generator_head has no gradient, because its forward pass ran with with_gradient=False")
     gradients = torch.ops.electra_fast.generator_head_backward(grad_M, *ctx.saved_tensors, ctx.vocab_size)
     return (*gradients, *(None,) * 6)
 
@@ -154,7 +154,7 @@ def generator_head(
     x_ME: Tensor, table_VE: Tensor, bias_V: Tensor, target_M: Tensor, slot_M: Tensor, seed_and_step: Tensor | None,
     temperature: float, disallow_correct: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(nll_M, sample_M or None, correct_M), as `generator_head_reference` in `electra_fast.ops`."""
+    """(nll_M, sample_M or None, correct_M), as in `ops.generator_head_reference`."""
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_ME, table_VE, bias_V))
     nll_M, sample_M, correct_M, *_ = _generator_head(
         x_ME, table_VE, bias_V, target_M, slot_M, seed_and_step, temperature, disallow_correct, with_gradient,

@@ -1,9 +1,9 @@
 """The generator head on wide tables and in fp32: cuBLAS computes the logits in chunks of rows (Triton).
 
 One of two paths of `generator_head`. A chunk's logits [m, P] are in a buffer of bounded size, and one
-kernel reads them once for nll, logsumexp, sample and argmax. Where gradients are wanted, the logits of
-the first chunks are saved, up to a second bound, and those of the others recomputed; one kernel turns
-logits into their gradient and sums the bias gradient, and cuBLAS does the rest.
+kernel reads them once for nll, logsumexp, sample and argmax. If gradients are needed, the logits of the
+first chunks are saved, up to a second bound, and the others are recomputed; one kernel turns logits into
+their gradient and sums the bias gradient, and cuBLAS computes the products.
 
 Shapes: M masked slots, m slots of one chunk, V vocabulary, E embedding, P = V padded to whole tiles,
 which also aligns rows of logits as cuBLAS prefers.
@@ -21,11 +21,11 @@ from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
 TILES_PER_STEP = 16
-# Bytes of one chunk's logits, and of all logits saved for the backward pass: so many, or a part of the card's memory.
+# Limits in bytes for one chunk's logits and for all logits saved for the backward pass; and as fractions of memory.
 CHUNK_LOGITS_BYTES = 256 << 20
 SAVED_LOGITS_BYTES = 512 << 20
 SAVED_LOGITS_PART = 64
-# Blocks of the logits' gradient: rows per program, rows per iteration, columns.
+# Block sizes for the logits' gradient: rows per program, rows per iteration, columns.
 GRADIENT_ROWS = 64
 GRADIENT_STEP = 8
 GRADIENT_COLUMNS = 512
@@ -104,7 +104,7 @@ def _logits_gradient_kernel(
     logits_ptr, logits_grad_ptr, grad_ptr, target_ptr, lse_ptr, bias_grad_ptr, num_rows, num_columns,
     ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(softmax - one_hot) * grad of ROWS rows, possibly in place, and the sum over those rows."""
+    """(softmax - one_hot) * grad for ROWS rows, possibly in place, and its sum over these rows."""
     block = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([STEP, COLUMNS], tl.float32)
@@ -126,14 +126,14 @@ def _logits_gradient_kernel(
 
 
 def rows_per_chunk(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """Rows of one chunk: chunks of about equal size, of a multiple of 128 rows where that many fit."""
+    """Rows per chunk: about equal for all chunks, and a multiple of 128 if that many fit."""
     max_rows = max(1, CHUNK_LOGITS_BYTES // (num_columns * itemsize))
     rows = -(-num_rows // -(-num_rows // max_rows))
     return rows if max_rows < 128 else min(-(-rows // 128) * 128, max_rows // 128 * 128)
 
 
 def num_saved_rows(num_rows: int, num_columns: int, itemsize: int, memory_bytes: int = 0) -> int:
-    """Rows whose logits are saved for the backward pass: as many whole chunks as fit into the bound."""
+    """Rows whose logits are saved for the backward pass: the whole chunks that fit into the bound."""
     bound = max(SAVED_LOGITS_BYTES, memory_bytes // SAVED_LOGITS_PART)
     chunk = rows_per_chunk(num_rows, num_columns, itemsize)
     return min(num_rows, bound // (num_columns * itemsize) // chunk * chunk)

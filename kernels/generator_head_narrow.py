@@ -1,8 +1,8 @@
 """The generator head on narrow 16-bit tables: logits are never materialized (Triton).
 
 One of two paths of `generator_head`, which pads the table and selects the path. The first kernel iterates over tiles of
-128 vocabulary entries and keeps, per row, the running logsumexp, the tile with the largest logit, the tile with the
-best Gumbel score and, where gradients are wanted, the mean embedding under the softmax. The second combines the splits
+128 vocabulary entries and tracks, per row, the running logsumexp, the tile with the largest logit, the tile with the
+best Gumbel score and, if gradients are needed, the mean embedding under the softmax. The second combines the splits
 of the vocabulary and samples within the chosen tile. Up to the upstream gradient, dx = mean - target embedding, so the
 backward pass recomputes the logits only once, transposed, for the table and bias.
 
@@ -22,7 +22,7 @@ from electra_fast.kernels.launch import FUSION, num_sms
 from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
-# Each split of the vocabulary costs an [M, E] fp32 buffer where gradients are wanted.
+# Each split of the vocabulary costs an [M, E] fp32 buffer if gradients are needed.
 MAX_SPLITS = 16
 # Overhead of a split in units of tiles: its prologue and its partial results.
 SPLIT_COST = 6
@@ -36,7 +36,7 @@ def _gumbel_kernel(
 ):  # fmt: skip
     """Gumbel noise [K, M], in base-2 units, per tile and row (one Philox call per four tiles); then uniforms [M].
 
-    Precomputed because a branch in `_lse_sample_kernel` makes ptxas serialize the tensor-core instructions.
+    It is precomputed because a branch in `_lse_sample_kernel` makes ptxas serialize the tensor-core instructions.
     """
     quad = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -65,7 +65,7 @@ def _lse_sample_kernel(
     """One block of rows over one split of the vocabulary.
 
     Writes `statistics` [3, S, M], the maximum logit (base 2), the sum of exponentials and the best score (base 2);
-    `tiles` [2, S, M], those of the maximum logit and of the best score; and the unnormalized `mean` [S, M, E].
+    `tiles` [2, S, M], with the maximum logit and with the best score; and the unnormalized `mean` [S, M, E].
     """
     split = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -150,7 +150,7 @@ def _combine_kernel(
     WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr,
     SAMPLE: tl.constexpr, HAS_LOGIT_ADJUSTMENT: tl.constexpr, WITH_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """One row: combines its splits in a fixed order and recomputes the logits of the two tiles that matter."""
+    """Combines the splits of one row in a fixed order and recomputes the logits of the two selected tiles."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_E)
@@ -222,7 +222,7 @@ def _table_gradient_kernel(
 ):  # fmt: skip
     """One block of the vocabulary over all rows, from transposed logits [BLOCK_V, BLOCK_M].
 
-    Computed transposed: Triton 3.6 miscompiles a dot of a transposed accumulator on Hopper.
+    They are transposed because Triton 3.6 miscompiles a dot of a transposed accumulator on Hopper.
     """
     entry = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     e = tl.arange(0, BLOCK_E)
@@ -259,7 +259,7 @@ class Blocks:
 
 
 def lse_sample_blocks(num_rows: int, block_e: int) -> Blocks:
-    """Blocks of `_lse_sample_kernel`: 128 rows, or 64 for few rows where registers allow two programs per SM."""
+    """Blocks of `_lse_sample_kernel`: 128 rows, or 64 for few rows if registers allow two programs per processor."""
     if block_e > 128:
         return Blocks(128, TILE, 8, 2)
     return Blocks(64, TILE, 4, 3) if num_rows <= 512 else Blocks(128, TILE, 8, 3)
@@ -333,7 +333,7 @@ def backward(
     grad_M: Tensor, x_ME: Tensor, weight_PE: Tensor, bias_P: Tensor, target_M: Tensor, lse_M: Tensor,
     dnll_dx_ME: Tensor, vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x [M, E], the table (fp32 [V, E]) and the bias (fp32 [V]), given nll's gradient."""
+    """Gradients of x [M, E], the table (fp32 [V, E]) and the bias (fp32 [V]) from the gradient of nll."""
     num_rows, width = x_ME.shape
     block_e = weight_PE.shape[1]
     blocks = gradient_blocks(block_e)

@@ -1,4 +1,4 @@
-"""What launchers share: the card and its resident programs, compile options (Triton)."""
+"""Shared parts of launchers: properties of the card, resident programs, and compile options (Triton)."""
 
 from __future__ import annotations
 
@@ -6,53 +6,53 @@ import torch
 
 from electra_fast.card import Card, card_of
 
-# Shared memory that each program takes beside its own.
+# Shared memory that the hardware reserves per program.
 RESERVED_BYTES = 1024
 # Explicit because Triton is about to change the default.
 FUSION = {"enable_fp_fusion": True}
 
 
 def card(device: torch.device) -> Card:
-    """The card of a device; off the GPU, for the interpreter, one like an H200."""
+    """The card of a device; without a GPU, for the interpreter, a card like an H200."""
     return card_of(device) if device.type == "cuda" else Card("interpreter", (9, 0))
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of a device; 0 off the GPU."""
+    """Memory of a device; 0 without a GPU."""
     return card(device).memory_bytes
 
 
-# torch.compile cannot trace questions to the driver.
+# torch.compile cannot trace calls to the driver.
 @torch.compiler.assume_constant_result
 def is_hopper(device: torch.device) -> bool:
-    """Tells if a device is of NVIDIA's Hopper architecture."""
+    """Returns whether a device has NVIDIA's Hopper architecture."""
     return card(device).is_hopper
 
 
 @torch.compiler.assume_constant_result
 def has_tensor_cores(device: torch.device) -> bool:
-    """Tells if Triton multiplies 16-bit factors by tensor cores: it does not on Turing and older GPUs."""
+    """Returns whether Triton multiplies 16-bit factors with tensor cores: not on Turing and older GPUs."""
     return card(device).is_rocm or card(device).capability >= (8, 0)
 
 
 @torch.compiler.assume_constant_result
 def shared_kib(device: torch.device) -> int:
-    """Shared memory of a multiprocessor in KiB: 228 on Hopper and Blackwell of data centers, 164 on an A100."""
+    """Shared memory per multiprocessor in KiB: 228 on data-center Hopper and Blackwell, 164 on an A100."""
     return card(device).shared_bytes >> 10
 
 
 def fitting_programs(device: torch.device, shared_bytes: int) -> int:
-    """Programs that fit on a multiprocessor by their shared memory, at least one."""
+    """Programs whose shared memory fits on a multiprocessor, at least one."""
     return max(1, card(device).shared_bytes // (shared_bytes + RESERVED_BYTES))
 
 
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """Number of streaming multiprocessors of a device."""
     return card(device).num_multiprocessors
 
 
 def resident_programs(device: torch.device, programs_per_sm: int) -> int:
-    """Programs that run at once, given how many fit on one multiprocessor.
+    """Programs that run at once on a device, from the number that fits on one multiprocessor.
 
     A kernel whose programs loop over rows and accumulate partial sums is launched with exactly that many:
     fewer leave multiprocessors idle, slightly more start a second, nearly empty wave.

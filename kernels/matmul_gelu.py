@@ -1,17 +1,17 @@
 """gelu(x @ weight.T + bias), and GeGLU's gelu(a) * b, in the epilogue of their matmul, forward and backward (Triton).
 
-For narrow inputs (`is_profitable`), whose matmuls are bound by memory, so that a pass over [T, F] costs as much again;
-wider ones are left to cuBLAS and `bias_gelu`. The forward kernel stores the product h, for the backward pass, and the
-activation, both from the fp32 accumulator. The backward kernel multiplies the next linear layer's gradient by its
-weight and by gelu'(h): the activation's gradient is never stored. Each program sums the bias gradient over its tokens;
-the caller adds the programs.
+These kernels are for narrow inputs (`is_profitable`): memory bounds their matmuls, so another pass over [T, F] would
+double the time. cuBLAS and `bias_gelu` compute wider ones. The forward kernel stores the product h, for the backward
+pass, and the activation, both from the fp32 accumulator. The backward kernel multiplies the next linear layer's
+gradient by its weight and by gelu'(h), so the activation's gradient is never stored. Each program sums the bias
+gradient over its tokens; the caller adds the programs.
 
-A program keeps its BLOCK_F columns of the weight in shared memory and iterates over blocks of tokens, which are loaded
-one iteration ahead. Loading both operands of every 128 x 128 tile would read 8 KB per token of `small` from the L2
-cache, twice as much as here and as h and y take to memory. With 228 KB of shared memory there are two ways at D > 128,
-and a run times both: two programs, one of which uses the tensor cores during the other's epilogue, without memory to
-load ahead; or, `pipelined`, one larger program that loads ahead. If D exceeds BLOCK_D, each tile loops over the rest
-of D, which is correct but slow.
+A program holds its BLOCK_F columns of the weight in shared memory and iterates over blocks of tokens, which are loaded
+one iteration ahead. To load both operands of every 128 x 128 tile would read 8 KB per token of `small` from the L2
+cache, twice as much as here, and twice the memory traffic of h and y. With 228 KB of shared memory, there are two
+variants at D > 128, and a run times both: two programs, one of which uses the tensor cores during the other's epilogue,
+without memory to load ahead; or, `pipelined`, one larger program that loads ahead. If D exceeds BLOCK_D, each tile
+loops over the rest of D, which is correct but slow.
 
 Shapes: T tokens, D the input's width, F feed-forward, P programs along the tokens.
 """
@@ -34,11 +34,11 @@ from electra_fast.kernels.launch import (
     shared_kib,
 )
 
-# Derived, not measured: at 65 % of cuBLAS's 790 TFLOP/s the products take as long as the bytes at 4.3 TB/s (H200) at
-# D = 269, F = 4 D.
+# Derived, not measured: at D = 269 and F = 4 D, the products at 65 % of cuBLAS's 790 TFLOP/s take as long as the memory
+# traffic at 4.3 TB/s (H200).
 MAX_WIDTH = 256
-# Shared memory of a program of either kernel at most, by BLOCK_D from 64 on, plain and gated, as compiled for 8.0, 8.9
-# and 12.0. Where there are 228 KB, two programs of D > 128 take 107 KB each, or one 213.
+# Largest shared memory of a program of either kernel, by BLOCK_D from 64 on, plain and gated, as compiled for 8.0, 8.9
+# and 12.0. With 228 KB, two programs of D > 128 use 107 KB each, or one uses 213 KB.
 SHARED_BYTES = {64: (32768, 40960), 128: (49152, 57344), 256: (81920, 69632)}
 
 
@@ -64,7 +64,7 @@ def _product(x, weight, x_ptr, weight_ptr, num_rows, num_columns,
              D: tl.constexpr, D_STRIDE: tl.constexpr, F_STRIDE: tl.constexpr,
              BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
              STAGES: tl.constexpr):  # fmt: skip
-    """x @ weight, fp32 [BLOCK_T, BLOCK_F], given the blocks of the first BLOCK_D and pointers to them."""
+    """x @ weight, fp32 [BLOCK_T, BLOCK_F], from the blocks of the first BLOCK_D and pointers to them."""
     product = tl.dot(x, weight, input_precision="ieee")
     for d in tl.range(BLOCK_D, D, BLOCK_D, num_stages=STAGES):
         x = _load(x_ptr + d, num_rows, D - d, D, 1, BLOCK_T, BLOCK_D)
@@ -134,7 +134,7 @@ def _matmul_gelu_backward_kernel(
         if GATED:
             gate = tl.load(h_ptr + start + F + offset, mask=mask, other=0.0)
         dz = _load(dz_row, num_rows, D, D, 1, BLOCK_T, BLOCK_D)
-        # Before the product: registers do not hold its accumulators and these intermediates at once.
+        # Before the product, because the registers cannot hold its accumulators and these intermediates at once.
         activated, derivative = gelu_and_derivative(h.to(tl.float32))
         dy = _product(dz, weight, dz_row, weight_ptr, num_rows, num_columns, D, F, 1,
                       BLOCK_T, BLOCK_D, BLOCK_F, STAGES)  # fmt: skip
@@ -152,33 +152,33 @@ def _matmul_gelu_backward_kernel(
 
 
 def is_profitable(x_TD: Tensor) -> bool:
-    """Tells if the fusion speeds up inputs of x's width on its device."""
+    """Returns whether the fusion is faster for inputs of x's width on its device."""
     return x_TD.shape[1] <= MAX_WIDTH and has_tensor_cores(x_TD.device)
 
 
 def pipelines(x_TD: Tensor) -> bool:
-    """Tells if x's width and device have a tiling of their own that is `pipelined`."""
+    """Returns whether there is a separate `pipelined` tiling for x's width and device."""
     return x_TD.shape[1] > 128 and x_TD.element_size() == 2 and shared_kib(x_TD.device) > 200 and is_profitable(x_TD)
 
 
 def tiling(
     x_TD: Tensor, gated: bool = False, pipelined: bool = False, is_forward: bool = False
 ) -> tuple[dict[str, int], int]:
-    """Block sizes and compile options at x's width, and how many programs fit on a multiprocessor by them.
+    """Block sizes and compile options at x's width, and the number of such programs that fit on a multiprocessor.
 
     GeGLU has two weights or two gradients per block.
     """
     width = x_TD.shape[1]
     device = x_TD.device
-    if x_TD.element_size() > 2:  # no tensor cores: operands are in registers
+    if x_TD.element_size() > 2:  # no tensor cores, so operands are in registers
         return {"BLOCK_T": 64, "BLOCK_D": 32, "BLOCK_F": 32, "STAGES": 2, "num_warps": 4}, 2
     columns = min(MAX_WIDTH, max(16, triton.next_power_of_2(width)))
     tile = {"BLOCK_T": 64, "BLOCK_D": columns, "BLOCK_F": 64, "STAGES": 2, "num_warps": 4}
     if width > 128 and pipelined:
-        # The more columns, the fewer blocks read x from the L2 cache; elsewhere, 256 do not fit or spill.
+        # With more columns, fewer blocks read x from the L2 cache; on other GPUs, 256 columns do not fit, or spill.
         is_wide = is_forward and not gated and is_hopper(device)
         return {**tile, "BLOCK_F": 256 if is_wide else 128, "num_warps": 8}, 1
-    if width > 128 and not 64 < shared_kib(device) < 200:  # with AMD's 64 KB the tiles below spill
+    if width > 128 and not 64 < shared_kib(device) < 200:  # with AMD's 64 KB, the tiles below would spill
         return {**tile, "BLOCK_F": 64 if gated else 128, "STAGES": 1}, 2 if shared_kib(device) > 64 else 1
     if width > 128:
         tile.update(BLOCK_F=32 if gated else 64, num_warps=8)
@@ -216,7 +216,7 @@ def matmul_gelu(
 def matmul_gelu_backward(
     dz_TD: Tensor, weight_DF: Tensor, h_TF: Tensor, pipelined: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(dz @ weight) * gelu'(h), given z = gelu(h) @ weight.T, and partial sums over tokens; → [T, F], fp32 [P, F]."""
+    """(dz @ weight) * gelu'(h) for z = gelu(h) @ weight.T, and partial sums over tokens; → [T, F], fp32 [P, F]."""
     num_tokens, width = h_TF.shape
     h_TF = h_TF.contiguous()
     grid, constants = _launch(dz_TD, width, False, pipelined)
@@ -243,7 +243,7 @@ def matmul_geglu(x_TD: Tensor, weight_2FD: Tensor, pipelined: bool = False) -> t
 
 @torch.library.custom_op("electra_fast::matmul_geglu_backward", mutates_args=())
 def matmul_geglu_backward(dz_TD: Tensor, weight_DF: Tensor, h_T2F: Tensor, pipelined: bool = False) -> Tensor:
-    """Gradient of h, given z = (gelu(a) * b) @ weight.T; [T, D], [D, F], [T, 2F] → [T, 2F]."""
+    """Gradient of h for z = (gelu(a) * b) @ weight.T; [T, D], [D, F], [T, 2F] → [T, 2F]."""
     h_T2F = h_T2F.contiguous()
     dh_T2F = torch.empty_like(h_T2F)
     grid, constants = _launch(dz_TD, weight_DF.shape[1], True, pipelined)

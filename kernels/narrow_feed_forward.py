@@ -1,6 +1,6 @@
 # mypy: disable-error-code=assignment
 # (Tuples of tensors grow in the kernels.)
-"""Feed-forward sublayers so narrow that their weights fit into shared memory (Triton, Hopper).
+"""Feed-forward sublayers whose weights fit into shared memory (Triton, Hopper).
 
     y = LayerNorm(x + dropout(gelu(x W1^T + b1) W2^T + b2)) * norm_weight + norm_bias
 
@@ -8,13 +8,13 @@ or, gated, with the rows of W1 in two halves A and B, and y the input of the nex
 
     z = residual + dropout((gelu(x A^T) * (x B^T)) W2^T), y = LayerNorm(z) * norm_weight (+ norm_bias)
 
-At D = 64 the composition of `bias_gelu` and `residual_norm` is bound by memory traffic, most of it for tensors of the
-inner width. Here none of that width is written: the forward kernel reads x and writes y, and the second product or z;
-the backward pass is that of `residual_norm` and two kernels, one for the gradient of x and one for those of the
+At D = 64, memory traffic bounds the composition of `bias_gelu` and `residual_norm`, most of it for tensors of the
+inner width. Here no tensor of that width is written: the forward kernel reads x and writes y, and the second product or
+z. The backward pass consists of the backward pass of `residual_norm` and two kernels, for the gradients of x and of the
 weights, which compute the inner activations again. One kernel for both would need 128 registers per thread for the sums
-of the weights' gradients alone, and spills.
+of the weights' gradients alone, and would spill.
 
-Each program keeps the weights in shared memory and iterates over tiles of tokens. Weight gradients are summed per
+Each program holds the weights in shared memory and iterates over tiles of tokens. Weight gradients are summed per
 program, then over the programs in a fixed order, so that results are bitwise reproducible.
 
 Shapes: T tokens, D hidden, F feed-forward, P programs along the tokens, N elements of W1, W2 and b1.
@@ -33,16 +33,16 @@ from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.gelu import gelu, gelu_and_derivative
 from electra_fast.kernels.launch import FUSION, is_hopper, resident_programs
 
-# Resident programs of four warps, two of which share a multiprocessor's memory and its 65,536 registers.
+# Resident programs of four warps; two share a multiprocessor's memory and its 65,536 registers.
 PROGRAMS_PER_SM = 2
 
 
 @triton.jit
 def _bias_operands(bias, BLOCK_T: tl.constexpr, dtype: tl.constexpr):
-    """[BLOCK_T, 16] and [16, BLOCK_F] whose product has the fp32 bias [BLOCK_F] in every row.
+    """Returns [BLOCK_T, 16] and [16, BLOCK_F]; their product has the fp32 bias [BLOCK_F] in every row.
 
-    Row 0 is the bias rounded to `dtype`, row 1 the rest. To add the bias itself, a thread would hold every column of
-    it that it has in an accumulator: 64 registers at F = 256.
+    Row 0 is the bias rounded to `dtype`, row 1 the rest. For a plain addition of the bias, a thread would need all
+    bias columns of its accumulator: 64 registers at F = 256.
     """
     row = tl.arange(0, 16)
     ones = tl.where((row < 2)[None, :], tl.full((BLOCK_T, 1), 1.0, tl.float32), 0.0)
@@ -61,7 +61,7 @@ def _narrow_feed_forward_forward_kernel(
     dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, WIDTH)
     inner = tl.arange(0, BLOCK_F)
-    # Loaded transposed, as [D, BLOCK_F] and [BLOCK_F, D]: Triton 3.9 would copy `tl.trans(w1[i])` in every iteration.
+    # Loaded transposed, as [D, BLOCK_F] and [BLOCK_F, D], since Triton 3.9 would copy `tl.trans(w1[i])` per iteration.
     w1 = ()
     b1 = ()
     w2 = ()
@@ -120,7 +120,7 @@ def _input_gradient_kernel(
     dff_ptr, dz_ptr, x_ptr, w1_ptr, b1_ptr, w2_ptr, dx_ptr, num_tokens,
     GATED: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """dx = dz + (dff W2 * gelu'(x W1^T + b1)) W1; gated, the gradient by both halves of W1, without dz."""
+    """dx = dz + (dff W2 * gelu'(x W1^T + b1)) W1; gated, the gradient through both halves of W1, without dz."""
     dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, WIDTH)
     inner = tl.arange(0, BLOCK_F)
@@ -175,8 +175,8 @@ def _weight_gradient_kernel(
 ):  # fmt: skip
     """One block of F over some tiles of tokens, transposed: h^T and its gradient are [BLOCK_F, BLOCK_T].
 
-    So they enter the products as left operands straight from their accumulators. Triton 3.6 miscompiles a dot of a
-    transposed accumulator on Hopper.
+    They therefore enter the products as left operands directly from their accumulators. Triton 3.6 miscompiles a dot of
+    a transposed accumulator on Hopper.
     """
     dtype = x_ptr.dtype.element_ty
     column = tl.arange(0, WIDTH)
@@ -198,7 +198,7 @@ def _weight_gradient_kernel(
         token = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
         offset = token[:, None] * WIDTH + column[None, :]
         mask = (token < num_tokens)[:, None]
-        # Past the last token dff is 0, and so is every gradient.
+        # Past the last token, dff is 0, so every gradient is 0.
         x = tl.load(x_ptr + offset, mask=mask, other=0.0)
         dff = tl.load(dff_ptr + offset, mask=mask, other=0.0)
         h = tl.dot(w1, tl.trans(x), input_precision="ieee")
@@ -227,23 +227,23 @@ def _weight_gradient_kernel(
 
 
 def supports(x_TD: Tensor, inner_width: int, gated: bool = False) -> bool:
-    """Tells if there are kernels for x's width, dtype and device: on GPUs without wgmma the weights would spill."""
+    """Returns whether there are kernels for x's width, dtype and device: without wgmma, the weights would spill."""
     inner_fits = inner_width % 16 == 0 and 0 < inner_width <= 192 if gated else inner_width in (64, 128, 256)
-    is_16_bit = x_TD.dtype in (torch.bfloat16, torch.float16)  # the interpreter takes fp32 too
+    is_16_bit = x_TD.dtype in (torch.bfloat16, torch.float16)  # the interpreter accepts fp32 too
     return x_TD.shape[1] in (16, 32, 64) and inner_fits and is_hopper(x_TD.device) and (is_16_bit or not x_TD.is_cuda)
 
 
 def blocks(w1_FD: Tensor, w2_DF: Tensor) -> dict[str, Any]:
-    """Block sizes of the forward kernel and of the one for the gradient of x."""
+    """Block sizes of the forward kernel and of the kernel for the gradient of x."""
     width, inner_width = w2_DF.shape
     is_gated = w1_FD.shape[0] == 2 * inner_width
     return {"GATED": is_gated, "WIDTH": width, "INNER": inner_width, "BLOCK_T": 64, "BLOCK_F": 64}
 
 
 def weight_gradient_blocks(w1_FD: Tensor, w2_DF: Tensor) -> dict[str, Any]:
-    """Block sizes of the weights' gradients: parts of F, each of which reads every token.
+    """Block sizes for the weights' gradients, in parts of F that each read every token.
 
-    Gated, a thread has three sums and three products in registers, so tiles of tokens are smaller.
+    With a gate, a thread has three sums and three products in registers, so tiles of tokens are smaller.
     """
     tile = blocks(w1_FD, w2_DF)
     return tile | ({"BLOCK_T": 32} if tile["GATED"] else {"BLOCK_F": min(tile["INNER"], 128)})
@@ -261,9 +261,9 @@ def narrow_feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sublayer's output [T, D] in x's dtype, and tensors for its backward pass.
 
-    These are the second product without its bias [T, D], or, with a gate, the sum before the norm; and mean and
-    1 / standard deviation, fp32 [T]. With a gate W1 is [2F, D], there are no biases but the norm's, and the residual is
-    not x. The two weights are used in x's dtype, the vectors are fp32. `key` and `call_index` are those of `dropout`.
+    These are the second product without its bias [T, D] or, with a gate, the sum before the norm; and mean and
+    1 / standard deviation, fp32 [T]. With a gate, W1 is [2F, D], only the norm has a bias, and the residual is not x.
+    The two weights are used in x's dtype, the vectors are fp32. `key` and `call_index` are as in `dropout`.
     """
     num_tokens = x_TD.shape[0]
     x_TD = x_TD.contiguous()
@@ -283,7 +283,7 @@ def narrow_feed_forward(
 
 
 def _along_tokens(x_TD: Tensor, w1_FD: Tensor, w2_DF: Tensor) -> tuple[int, int, int]:
-    """Grid of the weights' gradients, and warps per program: eight per multiprocessor, as those of the others."""
+    """Grid for the weights' gradients, and warps per program: eight per multiprocessor, as in the other kernels."""
     tile = weight_gradient_blocks(w1_FD, w2_DF)
     along_inner = triton.cdiv(tile["INNER"], tile["BLOCK_F"])
     num_warps = max(4, tile["BLOCK_F"] // 16)
@@ -299,9 +299,9 @@ def _num_sums(w1_FD: Tensor, w2_DF: Tensor) -> int:
 def narrow_feed_forward_backward(
     dff_TD: Tensor, dz_TD: Tensor | None, x_TD: Tensor, w1_FD: Tensor, b1_F: Tensor | None, w2_DF: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, given those of the second product and of the residual, where that is x.
+    """The gradient of x from the gradients of the second product and, if it is x, of the residual.
 
-    Also partial sums of the gradients of W1, W2 and b1, where given, concatenated, fp32 [P, N].
+    Also returns partial sums of the gradients of W1, W2 and b1, if given, concatenated, fp32 [P, N].
     """
     num_tokens = x_TD.shape[0]
     x_TD = x_TD.contiguous()

@@ -1,6 +1,6 @@
 """Sums over the programs of two kernels, in one launch (Triton).
 
-A kernel that sums vectors over tokens writes a row per program. Each sublayer's backward pass has two such kernels,
+A kernel that sums vectors over tokens writes one row per program. Each sublayer's backward pass has two such kernels,
 whose rows differ in number and width. Rows are added in a fixed order, so that results are bitwise reproducible.
 
 Shapes: P and Q programs, X and Y columns.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements per program and iteration, so many that a few iterations sum all; columns, 128 bytes or more of a row.
+# Elements per program and iteration, enough to sum all rows in a few iterations; columns, 128 bytes or more of a row.
 TILE = 8192
 MIN_COLUMNS = 32
 MAX_COLUMNS = 256
@@ -48,11 +48,11 @@ def _partial_sums_kernel(
 
 @torch.library.custom_op("electra_fast::partial_sums", mutates_args=())
 def partial_sums(first_PX: Tensor, second_QY: Tensor) -> Tensor:
-    """The sums over the rows of both; contiguous fp32 [P, X], [Q, Y] → fp32 [X + Y]."""
+    """The sums over the rows of both tensors; contiguous fp32 [P, X], [Q, Y] → fp32 [X + Y]."""
     num_first_rows, width = first_PX.shape
     num_second_rows, second_width = second_QY.shape
     sums = first_PX.new_empty(width + second_width)
-    # Some 256 programs where there are columns enough.
+    # About 256 programs if there are enough columns.
     columns = min(max(triton.next_power_of_2(sums.numel() // 256), MIN_COLUMNS), MAX_COLUMNS)
     _partial_sums_kernel[(triton.cdiv(width, columns) + triton.cdiv(second_width, columns),)](
         first_PX, second_QY, sums, num_first_rows, num_second_rows, width, second_width,

@@ -1,11 +1,11 @@
-"""LayerNorm(residual + dropout(x + bias)), and plain LayerNorm, one pass forward and one backward (Triton).
+"""LayerNorm(residual + dropout(x + bias)), and plain LayerNorm, with one forward and one backward pass (Triton).
 
 Contracts and references: `residual_norm`, `add_norm` and `layer_norm` in `electra_fast.ops.operations`. x is a linear
 layer's product without its bias: the backward pass reads every row anyway, so the bias gradient costs nothing. The
-inputs and two statistics per row are saved; the sum and the dropout mask are recomputed. Where the sum is an output
-too, it is saved in place of the inputs, and the backward pass adds its gradient. Vector gradients are summed per
-program, then over the programs in a fixed order, so that results are bitwise reproducible. `residual_norm_backward`
-leaves the latter to its caller, which may have more to sum (`partial_sums`).
+inputs and two statistics per row are saved; the sum and the dropout mask are recomputed. If the sum is also an output,
+it is saved instead of the inputs, and the backward pass adds its gradient. Vector gradients are summed per program,
+then over the programs in a fixed order, so that results are bitwise reproducible. `residual_norm_backward` leaves the
+second sum to its caller, which may combine it with others (`partial_sums`).
 
 Shapes: T tokens, D hidden, P programs, S vectors with gradients (of weight, norm bias, bias).
 """
@@ -20,10 +20,10 @@ from torch import Tensor
 from electra_fast.kernels.dropout import keep_scale, threshold
 from electra_fast.kernels.launch import resident_programs
 
-STAGES = tl.constexpr(3)  # tiles whose loads are under way
+STAGES = tl.constexpr(3)  # tiles with loads in flight
 TILE = 1024  # elements per four warps and iteration: one 16-byte load per thread and operand
 # Resident programs of four warps: 64 registers per thread forward, 126 backward with dropout. Backward, four programs
-# that load two tiles ahead have more loads under way than five that load none, and more tiles each in a small step.
+# that load two tiles ahead have more loads in flight than five without, and more tiles per program in a small step.
 FORWARD_PROGRAMS_PER_SM = 8
 BACKWARD_PROGRAMS_PER_SM = 4
 
@@ -33,7 +33,7 @@ def _before_norm(
     x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, THRESHOLD: tl.constexpr, IS_SUM: tl.constexpr = False,
 ):  # fmt: skip
-    """residual + dropout(x + bias) in fp32, or x if it is that sum, and the factors that dropout multiplied by."""
+    """residual + dropout(x + bias) in fp32, or x if it is that sum, and dropout's factors."""
     z = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         z += bias[None, :]
@@ -102,7 +102,7 @@ def _residual_norm_backward_kernel(
         z, scale = _before_norm(x_ptr, bias, residual_ptr, key_ptr, call_index, token, offset, mask,
                                 BLOCK_T, BLOCK_D, THRESHOLD, IS_SUM)  # fmt: skip
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        # Past the last row rstd is 0, and so is every gradient.
+        # Past the last row, rstd is 0, so every gradient is 0.
         mean = tl.load(mean_ptr + token, mask=token < num_tokens, other=0.0)
         rstd = tl.load(rstd_ptr + token, mask=token < num_tokens, other=0.0)
         normed = (z - mean[:, None]) * rstd[:, None]
@@ -121,7 +121,7 @@ def _residual_norm_backward_kernel(
             dnorm_bias += dy
         if bias_ptr is not None:
             dbias += dx
-    # Row p of the partial sums: of the weight, the norm's bias and the linear layer's bias, where present.
+    # Row p of the partial sums for the weight, the norm's bias and the linear layer's bias, if present.
     partial_ptr += column + tl.program_id(0) * (WIDTH * (1 + HAS_NORM_BIAS + (bias_ptr is not None)))
     tl.store(partial_ptr, tl.sum(dweight, axis=0), mask=column_mask)
     if HAS_NORM_BIAS:
@@ -152,7 +152,7 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """LayerNorm(residual + dropout(x + bias)) [T, D] in x's dtype; mean and 1 / standard deviation, fp32 [T].
 
-    And with `has_sum`, for callers with a backward pass of their own, what is normed; else an empty tensor.
+    With `has_sum`, for callers with a separate backward pass, also the input of the norm; else an empty tensor.
     """
     num_tokens, width = x_TD.shape
     x_TD = x_TD.contiguous()
@@ -175,10 +175,11 @@ def residual_norm_backward(
     mean_T: Tensor, rstd_T: Tensor, has_norm_bias: bool, probability: float, key: Tensor | None, call_index: int,
     is_sum: bool = False, dsum_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and the residual [T, D], and partial sums of those of weight, norm bias and bias, where given.
+    """Gradients of x and the residual [T, D], and partial sums for weight, norm bias and bias, if given.
 
-    Without dropout x and the residual have the same gradient; the second output is then empty. The partial sums are
-    fp32 [P, S, D]. With `is_sum`, x is what was normed, residual included, and `dsum_TD` a gradient of it to add.
+    Without dropout, x and the residual have the same gradient; the second output is then empty. The partial sums are
+    fp32 [P, S, D]. With `is_sum`, x is the input of the norm, including the residual, and `dsum_TD`, a further gradient
+    of it, is added.
     """
     num_tokens, width = x_TD.shape
     dy_TD = dy_TD.contiguous()
@@ -246,6 +247,6 @@ residual_norm.register_autograd(_gradients, setup_context=_save)
 
 
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last dimension, statistics in fp32; [..., D] → [..., D]."""
+    """LayerNorm over the last dimension, with fp32 statistics; [..., D] → [..., D]."""
     y_TD: Tensor = residual_norm(x.reshape(-1, x.shape[-1]), None, None, weight_D, bias_D, eps, 0.0, None, 0)[0]
     return y_TD.view(x.shape)

@@ -1,4 +1,4 @@
-"""Philox draws and the distributions made from them, shared by the kernels that sample (Triton).
+"""Philox draws and their distributions, shared by the kernels that sample (Triton).
 
 The layout of the counters and the reference are in `electra_fast.ops.sampling`.
 """
@@ -22,7 +22,7 @@ def philox4(seed, step, slot, quad, stream):
 
 @triton.jit
 def uniform(word):
-    """uint32 → fp32 in (0, 1], evenly spaced near 0; rounds as torch's int64 → fp32 does."""
+    """uint32 → fp32 in (0, 1], evenly spaced near 0; rounds like torch's int64 → fp32."""
     return (word.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10
 
 
@@ -30,7 +30,7 @@ def uniform(word):
 def exponential(u):
     """-log(1 - u) in fp32, computed from the same rounded 1 - u as the reference.
 
-    The GPU's fast logarithm bounds its absolute, not its relative, error near 1; the series takes over there.
+    Near 1, the GPU's fast logarithm bounds its absolute but not its relative error, so the series is used there.
     """
     rest = 1 - u
     x = tl.where(u < 0.0009765625, u, 1 - rest)
@@ -42,8 +42,8 @@ def exponential(u):
 def inverse_cdf(z, u):
     """The first index of positive probability at which the cumulative softmax of the logits z [TILE] reaches u <= 1.
 
-    A compiled scan adds in another order for each element, so its sums may decrease by a rounding, also where
-    nothing is added: entries of probability 0 neither count nor are they the threshold.
+    A compiled scan adds in another order for each element, so its sums may decrease by rounding, even at an entry of
+    probability 0: such entries are neither chosen nor used as the threshold.
     """
     p = tl.exp(z - tl.max(z, axis=0))
     cumulative = tl.where(p > 0, tl.cumsum(p, axis=0), 0.0)

@@ -1,8 +1,8 @@
 """Rotary position embeddings of queries and keys, in the qkv layer's product and in its gradient (Triton).
 
 Contract and reference: `rotary_qkv` in `electra_fast.ops.operations`. The forward kernel rotates the product in place.
-The backward kernel reads the three gradients that attention returns and writes the product's, so that stacking them
-is no pass of its own.
+The backward kernel reads the three gradients that attention returns and writes the product's gradient, so that no
+separate pass stacks them.
 
 Shapes: T tokens, N heads, H head dimension, X = 3*N*H.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs per program: 8 elements of 16 bits, one load, per thread of four warps and half of a tile.
+# Pairs per program: one load, 8 elements of 16 bits, per half of a tile and thread of four warps.
 TILE = 1024
 
 
@@ -33,7 +33,7 @@ def _rotary_kernel(
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Writes rotated q and k to qkv [T, 3, N, H], for which q and k may be in place; backward, rotated back, and v."""
+    """Writes rotated q and k to qkv [T, 3, N, H], possibly in place; backward, writes q and k rotated back, and v."""
     vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     token = (vector // NUM_HEADS)[:, None]
     head = (vector % NUM_HEADS)[:, None]
@@ -76,7 +76,7 @@ def rotate_qkv_(qkv_TX: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, num_heads: int
 
 @torch.library.custom_op("electra_fast::rotary_backward", mutates_args=())
 def rotary_backward(dq_TNH: Tensor, dk_TNH: Tensor, dv_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """The gradient of the product [T, X], given those of rotated queries, of rotated keys, and of values."""
+    """The gradient of the product [T, X] from the gradients of rotated queries, rotated keys and values."""
     dq, dk, dv = (x if x.stride(2) == 1 else x.contiguous() for x in (dq_TNH, dk_TNH, dv_TNH))
     dqkv_TX = dq_TNH.new_empty((dq_TNH.shape[0], 3 * dq_TNH.shape[1] * dq_TNH.shape[2]))
     _launch(dq, dk, dv, cos_T1H, sin_T1H, dqkv_TX, backward=True)

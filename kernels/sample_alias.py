@@ -1,6 +1,6 @@
-"""Samples of a fixed distribution by the alias method, in one pass over the slots (Triton).
+"""Samples from a fixed distribution with the alias method, in one pass over the slots (Triton).
 
-Replaces the generator head where the proposal distribution does not depend on the input. Contract:
+Replaces the generator head if the proposal distribution does not depend on the input. Contract:
 `sample_alias` in `electra_fast.ops.operations`; table and reference: `electra_fast.ops.sampling`.
 
 Shapes: M masked slots, V vocabulary.
@@ -29,9 +29,9 @@ def _sample_alias_kernel(
     seed = tl.load(seed_and_step_ptr)
     step = tl.load(seed_and_step_ptr + 1)
     word, coin, _, _ = philox4(seed, step, slot, 0, 2)
-    # 2^32 * V is below 2^63. Threads past the last slot read the table too, at a valid entry.
+    # 2^32 * V is below 2^63. Threads past the last slot also read a valid entry of the table.
     entry = (word.to(tl.uint32).to(tl.int64) * vocab_size) >> 32
-    # Two loads from one 32-byte sector. One load of 16 bytes would pass through shared memory to be split.
+    # Two loads from one 32-byte sector. A single load of 16 bytes would be split through shared memory.
     threshold = tl.load(table_ptr + 2 * entry)
     alias = tl.load(table_ptr + 2 * entry + 1)
     sample = tl.where(coin.to(tl.uint32).to(tl.int64) < threshold, entry, alias)

@@ -1,16 +1,16 @@
 """Attention within the segments of short rows: one pass forward, one backward (Triton).
 
 Contract and reference: `self_attention` and `short_attention_reference` in `electra_fast.model.attention`. A row of
-at most 128 tokens fits into a program, of which there is one per row and head: no online softmax, no atomics. Longer
-rows, and GPUs on which a row does not fit, are left to `blocked_attention`.
+at most 128 tokens fits into a program, and there is one program per row and head, without online softmax or atomics.
+`blocked_attention` handles longer rows, and GPUs on which a row does not fit.
 
-It reads the qkv layer's product in place, adds the bias, rotates queries and keys, and writes the gradient packed
-as the product is; the bias gradient is summed per row on the way, and by the caller over the rows. The backward
-pass recomputes the weights from the product and one logsumexp per query, and does not read the output.
+The kernels read the qkv layer's product in place, add the bias, rotate queries and keys, and write the gradient packed
+like the product. They also sum the bias gradient per row, and the caller sums it over the rows. The backward pass
+recomputes the weights from the product and one logsumexp per query, and does not read the output.
 
-Queries are taken in parts of 64, so that a part's fp32 weights and their gradients fit into the registers of four
-warps, with two programs per multiprocessor. Gradients are computed transposed, [H, L]: Triton 3.6 miscompiles dots
-whose left operand is a transposed accumulator on Hopper.
+Queries are processed in parts of 64, so that a part's fp32 weights and their gradients fit into the registers of four
+warps, with two programs per multiprocessor. Gradients are computed transposed, [H, L], because Triton 3.6 miscompiles
+dots with a transposed accumulator as left operand on Hopper.
 
 Shapes: B rows, L row length, T = B*L tokens, N heads, H head dimension, X = 3*N*H.
 """
@@ -32,7 +32,7 @@ from electra_fast.kernels.launch import FUSION, card
 MAX_LENGTH = 512
 MAX_HEAD_DIM = 64
 # Architectures on which the kernels for whole rows compile without spilling a large part of their tiles, and the
-# largest such row; `blocked_attention` has the other architectures and rows.
+# largest such row; `blocked_attention` handles other architectures and rows.
 _WITH_WHOLE_ROWS = ("Hopper", "Blackwell", "gfx942")
 MAX_WHOLE_ROW = 128
 NUM_WARPS = 4
@@ -56,7 +56,7 @@ def _short_attention_forward_kernel(
     out_ptr += first * HIDDEN + head * WIDTH
     lse_ptr += head.to(tl.int64) * num_rows * LENGTH + first
     v_bias_ptr = None if bias_ptr is None else bias_ptr + 2 * HIDDEN + head * WIDTH
-    k_bias_ptr = None  # unrotated, the keys' bias adds the same to all scores of a query, which softmax ignores
+    k_bias_ptr = None  # without rotation, it shifts all scores of a query equally, which softmax ignores
     if bias_ptr is not None:
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
@@ -74,7 +74,7 @@ def _short_attention_forward_kernel(
         row_sum = tl.sum(p, axis=1)
         scale = 1 / row_sum
         if THRESHOLD > 0:
-            # Without a barrier the compiler draws the masks of both parts at once and runs out of registers.
+            # Without a barrier, the compiler draws the masks of both parts at once and runs out of registers.
             tl.debug_barrier()
             sign = kept_sign(key_ptr, call_index, first + query, head, 0, LENGTH, BLOCK_L, THRESHOLD, v.dtype)
             p = tl.maximum(p * sign.to(tl.float32), 0.0)
@@ -95,11 +95,11 @@ def _part_gradients(
     if THRESHOLD > 0:
         tl.debug_barrier()
         sign = kept_sign(key_ptr, call_index, first + query, head, 0, LENGTH, BLOCK_L, THRESHOLD, q.dtype)
-    # Past the row's end the weights are 0, and so is every gradient.
+    # Past the row's end, the weights are 0, so every gradient is 0.
     lse = tl.load(lse_ptr + query, mask=query < LENGTH, other=float("inf"))
     s = scores(q, k, ids_ptr, first, query, tl.arange(0, BLOCK_L), LENGTH, WIDTH, WINDOW)
     p = tl.exp2(s - lse[:, None])
-    if THRESHOLD > 0:  # dropped weights are negative from here on
+    if THRESHOLD > 0:  # from here on, dropped weights are negative
         p *= sign.to(tl.float32)
         dropped = tl.maximum(p, 0.0).to(q.dtype)
     else:
@@ -133,7 +133,7 @@ def _short_attention_backward_kernel(
     dout_ptr += first * HIDDEN + head * WIDTH
     lse_ptr += head.to(tl.int64) * num_rows * LENGTH + first
     v_bias_ptr = None if bias_ptr is None else bias_ptr + 2 * HIDDEN + head * WIDTH
-    k_bias_ptr = None  # unrotated, the keys' bias adds the same to all scores of a query, which softmax ignores
+    k_bias_ptr = None  # without rotation, it shifts all scores of a query equally, which softmax ignores
     if bias_ptr is not None:
         bias_ptr += head * WIDTH
         if cos_ptr is not None:
@@ -163,7 +163,7 @@ def _short_attention_backward_kernel(
     if TWO:
         dq = tl.dot(tl.trans(k), tl.trans(ds2), input_precision="ieee") * SCALE
         dq_sum += store_gradient(dqkv_ptr, dq, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H, SUM)
-    if bias_ptr is not None or cos_ptr is not None:  # loading again takes fewer registers than keeping
+    if bias_ptr is not None or cos_ptr is not None:  # a second load needs fewer registers
         q = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, low, LENGTH, STRIDE, WIDTH, BLOCK_H)
         if TWO:
             q2 = load_tile(qkv_ptr, bias_ptr, cos_ptr, sin_ptr, first, high, LENGTH, STRIDE, WIDTH, BLOCK_H)
@@ -184,7 +184,7 @@ def _short_attention_backward_kernel(
 
 
 def has_whole_rows(device: torch.device, length: int) -> bool:
-    """Tells if a program computes a whole row of this length, not a block of it."""
+    """Returns whether a program computes a whole row of this length, not a block of it."""
     return length <= MAX_WHOLE_ROW and card(device).architecture in _WITH_WHOLE_ROWS
 
 
@@ -200,7 +200,9 @@ def _constants(
     length = segment_ids_BL.shape[1]
     width = qkv_TX.shape[1] // (3 * num_heads)
     if length > MAX_LENGTH or width > MAX_HEAD_DIM:
-        raise ValueError(f"rows of {length} tokens and heads of {width}; at most {MAX_LENGTH} and {MAX_HEAD_DIM}")
+        raise ValueError(
+            f"row length = {length}, head dimension = {width}: must be at most {MAX_LENGTH} and {MAX_HEAD_DIM}"
+        )
     sizes = {"LENGTH": length, "NUM_HEADS": num_heads, "WIDTH": width}
     return sizes | {"WINDOW": window, "THRESHOLD": threshold(probability)}
 
@@ -216,16 +218,16 @@ def short_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention within the segments of rows of at most 512 tokens; [T, N*H] in qkv's dtype.
 
-    Also returns the logsumexp of each query's scores, fp32 [N, T], in base 2 and without terms that softmax ignores.
+    Also returns the base-2 logsumexp of each query's scores, fp32 [N, T], without terms that softmax ignores.
 
     Args:
         qkv_TX: The qkv layer's product without its bias, [T, 3, N, H] flattened; H is even and at most 64.
         bias_X: The layer's bias, fp32.
-        segment_ids_BL: Tokens of a row attend to each other where their ids are equal; int, not negative.
+        segment_ids_BL: Tokens of a row with equal ids attend to each other; int, not negative.
         cos_TH: Cosine of the rotary angles of queries and keys, fp32 [T, H/2]; None for no rotation.
         sin_TH: Their sine.
         num_heads: N.
-        window: A token attends to this many tokens to each side; None for no limit.
+        window: The number of tokens to each side to which a token attends; None for no limit.
         probability: The dropout probability of the attention weights, which are elements [T, N*L].
         key: int64 [3], `ops.Dropout.key`.
         call_index: `ops.Dropout.call_index`.
@@ -250,7 +252,7 @@ def short_attention_backward(
     sin_TH: Tensor | None, out_TD: Tensor, lse_NT: Tensor, num_heads: int, window: int | None, probability: float,
     key: Tensor | None, call_index: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of qkv [T, X] and, per row or block of it, of the bias, fp32 [B*P, X], or [0] where there is none."""
+    """Gradients of qkv [T, X] and, per row or block of a row, of the bias, fp32 [B*P, X], or [0] without a bias."""
     num_rows = segment_ids_BL.shape[0]
     device = qkv_TX.device
     constants = _constants(qkv_TX, segment_ids_BL, num_heads, window, probability)
@@ -271,7 +273,7 @@ def short_attention_backward(
 
 
 def _num_blocks(device: torch.device, constants: dict[str, Any]) -> int:
-    """Programs that compute the gradients of a row and head."""
+    """Number of programs that compute the gradients of a row and head."""
     return 1 if has_whole_rows(device, constants["LENGTH"]) else blocked_attention.num_blocks(constants)
 
 

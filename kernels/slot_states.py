@@ -1,8 +1,8 @@
 """Hidden states at the masked slots, whose gradient needs no sort (Triton).
 
 Contract and reference: `slot_states` in `electra_fast.ops.operations`. A tile of tokens compares its positions with all
-slots of its row, as in `corrupt`, and sums the gradients of those that it finds: a product with ones and zeros, in a
-fixed order. The gradient of any gather (`gather_rows`) has to sort its indices first, in about 16 launches.
+slots of its row, as in `corrupt`, and sums the gradients of equal positions: a product with ones and zeros, in a fixed
+order. The gradient of a general gather (`gather_rows`) has to sort its indices first, in about 16 launches.
 
 Shapes: B rows, L row length, T = B*L tokens, S slots per row, M = B*S slots, D hidden.
 """
@@ -34,7 +34,7 @@ def _slot_gradient_kernel(
         exists = slot < num_slots
         index = row * num_slots + slot
         position = tl.load(position_ptr + index, mask=exists, other=-1) - row * length
-        # The position of an unused slot is past the end of the buffer, hence of the row.
+        # The position of an unused slot is past the end of the buffer, so also past the row's end.
         position = tl.where(exists & (position < length), position, -1).to(tl.int32)
         mask = exists[:, None] & (column < width)[None, :]
         dy = tl.load(dy_ptr + index[:, None] * width + column[None, :], mask=mask, other=0.0)
@@ -47,7 +47,7 @@ def _slot_gradient_kernel(
 
 @torch.library.custom_op("electra_fast::slot_states", mutates_args=())
 def slot_states(x_TD: Tensor, position_M: Tensor, num_rows: int) -> Tensor:
-    """Rows of x at the slots; float [T, D], int64 [M], T for unused slots → [M, D]."""
+    """Rows of x at the slots; float [T, D], int64 [M] (T for unused slots) → [M, D]."""
     return x_TD.index_select(0, position_M.clamp(max=x_TD.shape[0] - 1))
 
 

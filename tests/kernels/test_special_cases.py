@@ -174,7 +174,7 @@ class TestShortAttention:
         options = (None, None, 1, None, 0.0, None, 0)
         for length, width in ((513, 16), (16, 66)):
             ids = torch.ones(1, length, dtype=torch.int32, device=DEVICE)
-            with pytest.raises(ValueError, match=f"rows of {length} tokens and heads of {width}"):
+            with pytest.raises(ValueError, match=f"row length = {length}, head dimension = {width}: must"):
                 short_attention.short_attention(torch.zeros(length, 3 * width, device=DEVICE), None, ids, *options)
 
 
