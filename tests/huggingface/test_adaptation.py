@@ -1,4 +1,4 @@
-"""`import --generator`: a run for replaced-token detection from one encoder, compared with `transformers`."""
+"""`import --generator` and `import --mlm`: runs that continue from one encoder, compared with `transformers`."""
 
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,12 @@ CLASSES: dict[str, dict[str, Any]] = {
     "ElectraForSequenceClassification": {"num_labels": 3},
     "ModernBertModel": {"local_attention": 8},
     "ModernBertForMaskedLM": {},
-    "ModernBertForTokenClassification": {"num_labels": 1},  # whose head has the shape of a discriminator's
+    "ModernBertForTokenClassification": {"num_labels": 1},  # its head has the shape of a discriminator's
 }
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_an_encoder_of_any_class_becomes_the_discriminator(
+def test_encoder_of_any_class_becomes_discriminator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
@@ -79,7 +79,7 @@ def test_an_encoder_of_any_class_becomes_the_discriminator(
 
 
 @pytest.mark.parametrize(("num_heads", "fraction"), [(12, 0.25), (16, 0.25), (2, 0.5), (6, 1 / 3)])
-def test_a_small_generator_has_a_whole_number_of_heads(tmp_path: Path, num_heads: int, fraction: float) -> None:
+def test_small_generator_has_whole_number_of_heads(tmp_path: Path, num_heads: int, fraction: float) -> None:
     hf_folder(tmp_path / "model", "ElectraModel", hidden_size=96, num_attention_heads=num_heads)
     import_(tmp_path / "model", out=tmp_path / "run", generator="small")
     assert Config.load(tmp_path / "run" / "config.toml").generator.fraction == pytest.approx(fraction)
@@ -89,10 +89,10 @@ def test_a_small_generator_has_a_whole_number_of_heads(tmp_path: Path, num_heads
     ("name", "num_layers"),
     [("ElectraForMaskedLM", 4), ("ModernBertForMaskedLM", 2), ("RobertaForMaskedLM", 1), ("ElectraForPreTraining", 2)],
 )
-def test_the_first_layers_become_the_generator(
+def test_first_layers_become_generator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, num_layers: int
 ) -> None:
-    """All of them: another copy, not the same weights."""
+    """With all layers, the generator is a copy that shares no weights."""
     theirs = hf_folder(tmp_path / "model", name)
     import_(tmp_path / "model", out=tmp_path / "run", generator=f"same-layers:{num_layers}")
     ours = read_model(tmp_path / "run")
@@ -109,7 +109,7 @@ def test_the_first_layers_become_the_generator(
         assert_close(hidden(ours, "generator"), hf_hidden(theirs))
 
 
-# A generator of half of the heads: the smaller models of a family have narrower embeddings.
+# A generator with half of the heads; smaller models of a family have narrower embeddings.
 HALF = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 GENERATORS: list[tuple[str, str, dict[str, Any], int]] = [
     ("ElectraModel", "ElectraForMaskedLM", {"embedding_size": 24, "num_hidden_layers": 2}, 24),
@@ -119,7 +119,7 @@ GENERATORS: list[tuple[str, str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("name", "small_name", "settings", "embedding_size"), GENERATORS)
-def test_another_model_becomes_the_generator(
+def test_other_model_becomes_generator(
     tmp_path: Path, name: str, small_name: str, settings: dict[str, Any], embedding_size: int
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name)
@@ -152,8 +152,8 @@ def test_equal_embeddings_are_shared(tmp_path: Path) -> None:
     ("recipe", "source"),
     [("google", "run/checkpoints/step-3"), ("google", "out"), ("modern", "run"), ("modern", "out/discriminator")],
 )
-def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str) -> None:
-    """With a projection beside the table, or multiplied into it."""
+def test_run_and_export_are_adapted(tmp_path: Path, recipe: str, source: str) -> None:
+    """Their projection may be separate or multiplied into the table."""
     whole = make_run(tmp_path / "run", recipe, {"model.embedding_size": 48})
     export(tmp_path / "run", out=tmp_path / "out")
     for number, generator in enumerate(("small", "same-layers:1", str(tmp_path / "run"), str(tmp_path / "out"))):
@@ -163,8 +163,8 @@ def test_our_own_models_are_adapted_too(tmp_path: Path, recipe: str, source: str
     assert_close(ours.generator_logits(IDS, MASK).detach(), whole.generator_logits(IDS, MASK).detach())
 
 
-def test_a_run_continues_with_its_own_settings_and_a_new_schedule(tmp_path: Path) -> None:
-    """With all of its heads; nothing says where it was, least of all a mirror that the new run would overwrite."""
+def test_run_continues_with_its_settings_and_new_schedule(tmp_path: Path) -> None:
+    """It keeps all heads but no paths, so that the new run cannot overwrite the old run's mirror."""
     settings = {"objective.disc_weight": 7.0, "data.mask_prob": 0.3, "optimizer.warmup_steps": 1}
     whole = make_run(tmp_path / "run", "modern", settings | {"train.mirror": "s3://bucket/run"})
     import_(tmp_path / "run", out=tmp_path / "again")
@@ -179,10 +179,10 @@ def test_a_run_continues_with_its_own_settings_and_a_new_schedule(tmp_path: Path
 
 @torch.no_grad()
 @pytest.mark.parametrize("source", ["run", "run/checkpoints/step-3", "out", "out/discriminator"])
-def test_a_discriminator_becomes_a_masked_language_model(
+def test_discriminator_becomes_masked_language_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:
-    """Its head is the corrective head, which an export leaves out."""
+    """Its head is the corrective head, which an export does not contain."""
     whole = make_run(tmp_path / "run", "modern", {"model.embedding_size": 48})
     export(tmp_path / "run", out=tmp_path / "out")
     import_(tmp_path / source, out=tmp_path / "mlm", mlm=True)
@@ -198,13 +198,13 @@ def test_a_discriminator_becomes_a_masked_language_model(
         assert_close(ours.generator_logits(IDS, MASK), expected)
 
 
-def test_a_masked_language_model_of_another_class_keeps_its_head(tmp_path: Path) -> None:
+def test_masked_language_model_of_other_class_keeps_head(tmp_path: Path) -> None:
     theirs = hf_folder(tmp_path / "model", "BertForMaskedLM")
     import_(tmp_path / "model", out=tmp_path / "mlm", mlm=True)
     assert_close(read_model(tmp_path / "mlm").generator_logits(IDS, MASK).detach(), hf_logits(theirs))
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_sources_are_rejected(tmp_path: Path) -> None:
     hf_folder(tmp_path / "model", "ElectraForPreTraining")
 
     def refused(generator: str | Path | None, message: str, *, mlm: bool = False) -> None:
@@ -246,10 +246,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("BERT", "ElectraModel"), ("RoBERTa", "ModernBertModel"), ("XLM-R", "ElectraModel")]
 )
-def test_an_encoder_is_adapted_from_the_command_line(
-    tmp_path: Path, tiny_text: list[str], kind: str, name: str
-) -> None:
-    """Its tokenizer comes along: the text is prepared with the run's, and the export has it."""
+def test_command_line_adapts_encoder(tmp_path: Path, tiny_text: list[str], kind: str, name: str) -> None:
+    """The run has the encoder's tokenizer, the text is prepared with it, and the export has it too."""
     model = tmp_path / "model"
     hf_folder(model, name, vocab_size=320, num_hidden_layers=2)
     (model / "vocab.txt").unlink()

@@ -1,4 +1,4 @@
-"""DeBERTaV3 as it was released: two networks in one folder, told apart by the names of their tensors."""
+"""DeBERTaV3 in its published form: two networks in one folder, distinguished by the names of their tensors."""
 
 import json
 import re
@@ -24,7 +24,7 @@ FILES = {"discriminator": "pytorch_model.bin", "generator": "pytorch_model.gener
 
 
 def released(folder: Path, prefix: str = "deberta.", num_layers: int = 2, **settings: Any) -> dict[str, Any]:
-    """A random pair, with what is left over in published files and what is left out of their config.json."""
+    """Writes a random pair in the published form, with superfluous tensors and without some keys of config.json."""
     models: dict[str, Any] = {}
     folder.mkdir()
     sizes = SIZES | DEBERTA | {"legacy": False} | settings
@@ -53,7 +53,7 @@ def published_logits(models: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("prefix", "settings"), [("deberta.", {}), ("bert.", {"conv_kernel_size": 3})])
-def test_a_released_pair_comes_in_and_goes_out(tmp_path: Path, prefix: str, settings: dict[str, Any]) -> None:
+def test_published_pair_is_imported_and_exported(tmp_path: Path, prefix: str, settings: dict[str, Any]) -> None:
     models = released(tmp_path / "v3", prefix, **settings)
     expected = published_logits(models)
     assert kind_of(tmp_path / "v3") == "pair"
@@ -84,8 +84,8 @@ def test_a_released_pair_comes_in_and_goes_out(tmp_path: Path, prefix: str, sett
 
 
 @pytest.mark.parametrize("role", MODELS)
-def test_a_file_alone_is_what_its_tensors_are(tmp_path: Path, role: str) -> None:
-    """A masked language model is the release of V2's largest sizes."""
+def test_single_file_has_the_role_of_its_tensors(tmp_path: Path, role: str) -> None:
+    """V2's largest sizes were published as a masked language model."""
     models = released(tmp_path / "v3", num_layers=4)
     for name in FILES.values():
         if name != FILES[role]:
@@ -101,7 +101,7 @@ def test_a_file_alone_is_what_its_tensors_are(tmp_path: Path, role: str) -> None
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_masked_language_model_of_transformers_gets_new_positions(
+def test_transformers_masked_language_model_gets_new_positions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], legacy: bool
 ) -> None:
     theirs = hf_folder(tmp_path / "model", "DebertaV2ForMaskedLM", legacy=legacy)
@@ -117,10 +117,10 @@ def test_a_masked_language_model_of_transformers_gets_new_positions(
 
 @pytest.mark.parametrize("generator", ["small", "same-layers:2", "v3", "mlm"])
 @pytest.mark.parametrize("source", ["alone", "run"])
-def test_a_discriminator_gets_a_generator(
+def test_discriminator_gets_generator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], generator: str, source: str
 ) -> None:
-    """Of a folder, its table is the base of the discriminator's; otherwise it is a copy."""
+    """A generator from a folder provides the base of the discriminator's table; otherwise the base is a copy."""
     models = released(tmp_path / "v3")
     hf_folder(tmp_path / "mlm", "DebertaV2ForMaskedLM", seed=3, num_hidden_layers=2)
     import_(tmp_path / "v3", out=tmp_path / "run")
@@ -150,7 +150,7 @@ def test_a_discriminator_gets_a_generator(
         assert torch.equal(table, load_file(tmp_path / "mlm" / "model.safetensors")[TABLE])
 
 
-def test_our_own_tying_is_told_by_our_key_and_the_tables(tmp_path: Path) -> None:
+def test_tying_follows_our_key_and_the_tables(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "deberta", {"model.tying": "embeddings"})
     export(tmp_path / "run", out=tmp_path / "out")
     path = tmp_path / "out" / "discriminator" / "model.safetensors"
@@ -161,7 +161,7 @@ def test_our_own_tying_is_told_by_our_key_and_the_tables(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.generator.bin"])
-def test_a_damaged_file_of_a_release_is_named(tmp_path: Path, name: str) -> None:
+def test_damaged_file_is_reported(tmp_path: Path, name: str) -> None:
     released(tmp_path / "v3")
     path = tmp_path / "v3" / name
     path.write_bytes(path.read_bytes()[:-1000])

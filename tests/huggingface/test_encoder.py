@@ -1,4 +1,4 @@
-"""`load_encoder`: hidden states of every kind of source, compared with `transformers` or with our own model."""
+"""`load_encoder`: hidden states for every kind of source, compared with `transformers` or with our model."""
 
 import inspect
 import itertools
@@ -55,7 +55,7 @@ ROBERTA = {"pad_token_id": 3, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 def write_words(folder: Path) -> None:
-    """A tokenizer of `WORDS`; one of BERT's rules beside a DeBERTaV2 has to say so."""
+    """Writes a tokenizer of `WORDS`; next to a DeBERTaV2, its files must declare BERT's rules."""
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     config = folder / "config.json"
@@ -64,13 +64,13 @@ def write_words(folder: Path) -> None:
 
 
 def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
-    """A random model of a class of `transformers`, saved by it, with a tokenizer beside it."""
+    """Saves a random model of a class of `transformers`, with a tokenizer in the same folder."""
     model_class = getattr(transformers, name)
     more: dict[str, Any] = {"embedding_size": 32} if name.startswith("Electra") else {}
     if name.startswith("ModernBert"):
         more = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
     if name.startswith("DistilBert"):
-        more = {"hidden_dim": 96}  # the other sizes have attributes by these names
+        more = {"hidden_dim": 96}  # the other sizes are attributes with these names
     if name.startswith("Deberta"):
         more = DEBERTA
     torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def hf_hidden(
 
 
 class Bare(torch.nn.Module):
-    """What `PretrainedEncoder.state` belongs to."""
+    """The modules to which `PretrainedEncoder.state` belongs."""
 
     def __init__(self, encoder: PretrainedEncoder) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def padded_hidden(encoder: PretrainedEncoder, types: Tensor | None = None) -> Te
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """At the tokens that are not padding."""
+    """Compares the tokens that are not padding."""
     assert expected.std() > 0.1
     assert (actual - expected)[MASK.bool()].abs().max() <= 1e-5
 
@@ -141,10 +141,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
         ("DistilBertForMaskedLM", {"n_heads": 2}),
     ],
 )
-def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformers(
-    tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
-    """A token type that the model lacks is as type 0."""
+def test_classes_with_learned_positions_match_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """A token type that the model lacks equals type 0."""
     model = hf_folder(tmp_path, name, **settings)
     types = (torch.arange(LENGTH) > 11).long().expand(2, -1)
     encoder = load_encoder(tmp_path)
@@ -167,9 +165,7 @@ def test_any_class_with_learned_positions_gives_the_hidden_states_of_transformer
         ("DebertaV2ForQuestionAnswering", {"position_buckets": 4, "attention_head_size": 16}),
     ],
 )
-def test_any_deberta_class_gives_the_hidden_states_of_transformers(
-    tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
+def test_deberta_classes_match_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     model = hf_folder(tmp_path / "model", name, **settings)
     encoder = load_encoder(tmp_path / "model")
     assert_close(padded_hidden(encoder), hf_hidden(model))
@@ -181,8 +177,8 @@ def test_any_deberta_class_gives_the_hidden_states_of_transformers(
 
 
 @pytest.mark.parametrize("model_type", SETTINGS)
-def test_every_setting_of_transformers_is_known(tmp_path: Path, model_type: str) -> None:
-    """Read, without effect, or refused; and the defaults of the installed version are accepted."""
+def test_every_transformers_setting_is_known(tmp_path: Path, model_type: str) -> None:
+    """Each is read, without effect, or rejected; and the defaults of the installed version are accepted."""
     config = transformers.AutoConfig.for_model(model_type, **(DEBERTA if model_type == "deberta-v2" else {}))
     names = {*config.to_dict(), *config.attribute_map, *inspect.signature(type(config)).parameters}
     assert not names - SETTINGS[model_type].keys()
@@ -190,7 +186,7 @@ def test_every_setting_of_transformers_is_known(tmp_path: Path, model_type: str)
     check_settings(tmp_path, config.to_dict(), HEAD_KEYS)
 
 
-def test_another_name_of_a_setting_counts(tmp_path: Path) -> None:
+def test_alias_of_setting_is_read(tmp_path: Path) -> None:
     model = hf_folder(tmp_path, "DistilBertModel", n_heads=2)
     path = tmp_path / "config.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"n_heads"', '"num_attention_heads"'), encoding="utf-8")
@@ -198,7 +194,7 @@ def test_another_name_of_a_setting_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_quantized_weights_are_rejected(tmp_path: Path, dtype: torch.dtype) -> None:
     hf_folder(tmp_path, "BertModel")
     tensors = load_file(tmp_path / "model.safetensors")
     name = "encoder.layer.0.attention.self.query.weight"
@@ -208,7 +204,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "DebertaV2"])
-def test_a_config_without_sizes_has_those_of_its_type(tmp_path: Path, name: str) -> None:
+def test_config_without_sizes_has_defaults_of_its_type(tmp_path: Path, name: str) -> None:
     needed = DEBERTA if name == "DebertaV2" else {}
     config = getattr(transformers, f"{name}Config")(**needed)
     table = {"model_type": config.model_type, "architectures": [f"{name}Model"], "pad_token_id": config.pad_token_id}
@@ -221,8 +217,8 @@ def test_a_config_without_sizes_has_those_of_its_type(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", ["ModernBertModel", "ModernBertForTokenClassification"])
-def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: Path, name: str) -> None:
-    """With the layers and rotary bases that are its defaults: the first and the fourth layer are global."""
+def test_modernbert_classes_match_transformers(tmp_path: Path, name: str) -> None:
+    """Layers and rotary bases are the defaults: the first and the fourth layer are global."""
     model = hf_folder(tmp_path, name, local_attention=8)
     encoder = load_encoder(tmp_path)
     assert (encoder.shape.local_attention, encoder.shape.global_attention_every) == (8, 3)
@@ -241,7 +237,7 @@ def test_any_modernbert_class_gives_the_hidden_states_of_transformers(tmp_path: 
         ({"norm_eps": 1e-3}, (128, 3)),
     ],
 )
-def test_settings_of_modernbert_count(tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_modernbert_settings_are_applied(tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int]) -> None:
     model = hf_folder(tmp_path / "model", "ModernBertModel", **settings)
     encoder = load_encoder(tmp_path / "model")
     assert (encoder.shape.local_attention, encoder.shape.global_attention_every) == expected
@@ -252,8 +248,8 @@ def test_settings_of_modernbert_count(tmp_path: Path, settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("global_theta", "local_theta"), [(160_000.0, 10_000.0), (9_000, 70)])
-def test_modernbert_as_written_by_older_versions(tmp_path: Path, global_theta: float, local_theta: float) -> None:
-    """Without layer_types and rope_parameters, which transformers 4 did not have."""
+def test_modernbert_of_older_versions_is_read(tmp_path: Path, global_theta: float, local_theta: float) -> None:
+    """transformers 4 did not write layer_types and rope_parameters."""
     rope = {"full_attention": global_theta, "sliding_attention": local_theta}
     parameters = {kind: {"rope_type": "default", "rope_theta": float(theta)} for kind, theta in rope.items()}
     model = hf_folder(tmp_path, "ModernBertForMaskedLM", local_attention=8, rope_parameters=parameters)
@@ -307,7 +303,7 @@ MLM: Changes = {"objective.name": "mlm"}
 @pytest.mark.parametrize(
     ("recipe", "changes"), [("google", {}), ("modern", {"model.embedding_size": 48}), ("google", MLM)]
 )
-def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, recipe: str, changes: Changes) -> None:
+def test_run_checkpoint_and_export_are_the_same_encoder(tmp_path: Path, recipe: str, changes: Changes) -> None:
     model = make_run(tmp_path / "run", recipe, changes)
     export(tmp_path / "run", out=tmp_path / "out")
     hidden = {role: own_hidden(model, role) for role in model.networks}
@@ -332,7 +328,7 @@ def test_a_run_a_checkpoint_and_an_export_are_the_same_encoder(tmp_path: Path, r
     assert len(hashes) == len(hidden)
 
 
-def test_a_token_type_that_never_occurred_is_a_copy_of_the_other(tmp_path: Path) -> None:
+def test_untrained_token_type_is_copied_from_type_0(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit"})
     export(tmp_path / "run", out=tmp_path / "out")
     table = model.embeddings.token_type
@@ -351,7 +347,7 @@ def write_encoder(folder: Path, encoder: PretrainedEncoder) -> None:
 
 
 def first_release(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names that bert-base-uncased has, with a buffer, and the bias twice."""
+    """Renames tensors as in bert-base-uncased, with a buffer and a second copy of the bias."""
     names = {".LayerNorm.weight": ".LayerNorm.gamma", ".LayerNorm.bias": ".LayerNorm.beta"}
     renamed = {}
     for name, tensor in tensors.items():
@@ -363,7 +359,7 @@ def first_release(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_shards(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
-    """Two files and their index."""
+    """Writes two files and their index."""
     parts = [dict(list(tensors.items())[half::2]) for half in range(2)]
     places = {}
     for number, part in enumerate(parts):
@@ -376,14 +372,14 @@ def write_shards(folder: Path, name: str, tensors: dict[str, Tensor]) -> Path:
     return index
 
 
-def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
+def test_weights_are_read_from_every_file_format(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertForMaskedLM")
     whole = load_encoder(tmp_path)
     stored = tmp_path / "model.safetensors"
     logits = read_model(tmp_path).generator_logits(IDS, MASK)
     tensors = load_file(stored)
     stored.unlink()
-    for name in ("pytorch_model.bin", "model.safetensors"):  # the second is preferred
+    for name in ("pytorch_model.bin", "model.safetensors"):  # the second has precedence
         index = write_shards(tmp_path, name, tensors)
         assert load_encoder(tmp_path).content_hash == whole.content_hash
         index.unlink()
@@ -398,7 +394,7 @@ def test_weights_are_read_from_files_of_every_kind(tmp_path: Path) -> None:
         assert torch.equal(read_model(tmp_path).generator_logits(IDS, MASK), logits)
 
 
-def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_inconsistent_shards_are_reported(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertModel")
     stored = tmp_path / "model.safetensors"
     index = write_shards(tmp_path, "pytorch_model.bin", load_file(stored))
@@ -422,10 +418,10 @@ def expect_line(folder: Path, start: str) -> None:
 
 
 class Other:
-    """What a pickle may hold."""
+    """An arbitrary object in a pickle."""
 
 
-def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
+def test_file_without_tensors_is_reported(tmp_path: Path) -> None:
     hf_folder(tmp_path, "BertModel")
     stored = tmp_path / "model.safetensors"
     binary = tmp_path / "pytorch_model.bin"
@@ -445,7 +441,7 @@ def test_a_file_that_is_not_tensors_is_named(tmp_path: Path) -> None:
     expect_line(tmp_path, f"{binary}: {name} has NaN or infinite values")
 
 
-def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_role_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path / "mlm", "google", MLM)
     make_run(tmp_path / "run", "google", {})
     export(tmp_path / "run", out=tmp_path / "out")
@@ -460,7 +456,7 @@ def test_a_role_that_a_source_lacks_is_named(tmp_path: Path) -> None:
         load_encoder(tmp_path / "out", "generator")
 
 
-# By model type, values that change what a model computes in a way that ours do not.
+# Values by model type that change a model's outputs in a way that our models do not support.
 REFUSED: dict[str, dict[str, object]] = {
     "bert": {"hidden_act": "gelu_new", "position_embedding_type": "relative_key", "type_vocab_size": 3}
     | dict.fromkeys(("is_decoder", "add_cross_attention", "is_encoder_decoder"), True)
@@ -477,7 +473,7 @@ REFUSED: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_setting_that_changes_outputs_is_refused(tmp_path: Path, model_type: str) -> None:
+def test_setting_that_changes_outputs_is_rejected(tmp_path: Path, model_type: str) -> None:
     for key, value in REFUSED[model_type].items():
         others = DEBERTA if model_type == "deberta-v2" else {}
         with pytest.raises(ValueError, match=f"{key} = {re.escape(repr(value))}: must be "):
@@ -485,7 +481,7 @@ def test_a_setting_that_changes_outputs_is_refused(tmp_path: Path, model_type: s
 
 
 @pytest.mark.parametrize("key", sorted(DEBERTA.keys() - {"position_buckets"}))
-def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key: str) -> None:
+def test_setting_with_unsupported_default_is_rejected(tmp_path: Path, key: str) -> None:
     table = {name: value for name, value in DEBERTA.items() if name != key}
     default = {"position_biased_input": "True", "pos_att_type": "None", "norm_rel_ebd": "'none'"}.get(key, "False")
     with pytest.raises(ValueError, match=f"{key} = {default}: must be "):
@@ -543,9 +539,7 @@ def test_a_setting_whose_default_is_not_supported_is_refused(tmp_path: Path, key
         ("ModernBertModel", {"rope_scaling": {"type": "yarn"}}, "rope_scaling = {'type': 'yarn'} is not supported"),
     ],
 )
-def test_a_config_that_does_not_fit_is_named(
-    tmp_path: Path, name: str, changes: dict[str, object], message: str
-) -> None:
+def test_inconsistent_config_is_reported(tmp_path: Path, name: str, changes: dict[str, object], message: str) -> None:
     hf_folder(tmp_path, name)
     edit_config(tmp_path, changes)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
@@ -553,7 +547,7 @@ def test_a_config_that_does_not_fit_is_named(
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_reported(tmp_path: Path) -> None:
     hf_folder(tmp_path / "model", "ElectraForPreTraining")
     config, stored, vocab = (tmp_path / "model" / x for x in ("config.json", "model.safetensors", "vocab.txt"))
     with pytest.raises(FileNotFoundError, match="none: no such folder; pass a run, a checkpoint or a Hugging Face"):

@@ -37,7 +37,7 @@ LOCAL |= {"model.norm_eps": 1e-3, "generator.num_layers": 4}
 
 
 def make_run(folder: Path, recipe: str, changes: Changes) -> Electra:
-    """A run as written by `pretrain`, with one checkpoint."""
+    """Writes a run like `pretrain`, with one checkpoint."""
     fixed = {"model.vocab_size": 200, "data.corpus": "/secret/shards", "train.out": "/secret", "train.steps": 3}
     config = Config.preset("tiny", recipe).override(changes).override(fixed)
     model = randomized(Electra(config), 11)
@@ -56,7 +56,7 @@ def logits(model: Electra) -> dict[str, torch.Tensor]:
 
 
 def hf_logits(hf_model: Any, types: torch.Tensor | None = None) -> torch.Tensor:
-    """Those of `transformers`; of the two labels of ModernBERT's detector, the difference."""
+    """Returns the logits of `transformers`; for the two labels of ModernBERT's detector, their difference."""
     inputs = {} if types is None else {"token_type_ids": types}
     with torch.no_grad():
         logits: torch.Tensor = hf_model.eval()(input_ids=IDS, attention_mask=MASK, **inputs).logits
@@ -66,7 +66,7 @@ def hf_logits(hf_model: Any, types: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """At all tokens; what padding far from every token gives in local attention is nobody's business."""
+    """Compares all tokens except padding, which may be far from every token in local attention."""
     assert actual.keys() == expected.keys()
     for role, tensor in expected.items():
         assert tensor.std() > 0.01
@@ -98,9 +98,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("recipe", "changes"), SHAPES)
-def test_transformers_loads_what_export_writes_and_import_brings_it_back(
-    tmp_path: Path, recipe: str, changes: Changes
-) -> None:
+def test_transformers_loads_export_and_import_restores_it(tmp_path: Path, recipe: str, changes: Changes) -> None:
     model = make_run(tmp_path / "run", recipe, changes)
     expected = logits(model)
     assert_same(logits(read_model(tmp_path / "run")), expected)
@@ -117,7 +115,7 @@ def test_transformers_loads_what_export_writes_and_import_brings_it_back(
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         batch = tokenizer(["The cats sat", "cat"], padding=True, return_tensors="pt")
         assert batch["input_ids"].tolist() == [[2, 5, 6, 7, 8, 3], [2, 6, 3, 0, 0, 0]]
-        hf_model(**batch)  # the model accepts what its tokenizer returns
+        hf_model(**batch)  # the model accepts its tokenizer's output
         assert hf_model.config.pad_token_id == tokenizer.pad_token_id == 0
         assert hf_model.config.max_position_embeddings == tokenizer.model_max_length == 128
 
@@ -153,7 +151,7 @@ def type_tables(export_folder: Path) -> list[torch.Tensor]:
     return [tensors["electra.embeddings.token_type_embeddings.weight"] for tensors in roles]
 
 
-def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Path) -> None:
+def test_untrained_token_type_is_exported_as_type_0(tmp_path: Path) -> None:
     """Only the export has the copy; transformers and a model loaded from the export agree on token type 1."""
     model = make_run(tmp_path / "run", "google", {"data.packing": "best-fit", "model.tying": "none"})
     export(tmp_path / "run", out=tmp_path / "out")
@@ -172,20 +170,20 @@ def test_a_token_type_that_never_occurred_is_exported_as_the_other(tmp_path: Pat
         for role, expected in typed.items():
             hf_model = getattr(transformers, CLASSES["bert", role]).from_pretrained(tmp_path / "out" / role).eval()
             assert_same({role: hf_logits(hf_model, types)}, {role: expected})
-    assert_same(typed, logits(model))  # those of token type 0
+    assert_same(typed, logits(model))  # equal to the logits for token type 0
     edit_config(tmp_path / "out" / "generator", {"electra_fast_token_type_1_trained": "yes"})
     with pytest.raises(ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or fals"):
         import_(tmp_path / "out", out=tmp_path / "again")
 
 
 def others_folders(folder: Path) -> None:
-    """Removes our keys from the folders' config.json, which other models do not have."""
+    """Removes our keys from the folders' config.json, as in models from other programs."""
     for path in folder.glob("*/config.json"):
         table = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({k: v for k, v in table.items() if "electra_fast" not in k}), encoding="utf-8")
 
 
-def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_corpus: Path) -> None:
+def test_derived_learning_rates_stay_derived_after_import(tmp_path: Path, tiny_corpus: Path) -> None:
     config = Config.preset("tiny", "modern").override(sequence_length=16, steps=2, batch_size=4, lr=1e-3)
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     export(tmp_path / "run", out=tmp_path / "out")
@@ -195,8 +193,8 @@ def test_rates_of_an_import_follow_the_steps_if_they_did(tmp_path: Path, tiny_co
 
 
 @pytest.mark.parametrize("origin", ["best-fit", "google", "others"])
-def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
-    """Survives import, training without pairs, a resume, and two more exports."""
+def test_import_records_whether_token_type_1_was_trained(tmp_path: Path, tiny_corpus: Path, origin: str) -> None:
+    """The record survives import, training without pairs, a resume, and two more exports."""
     size = {"sequence_length": 16, "steps": 2, "batch_size": 4, "checkpoint_every": 1, "warmup_steps": 0}
     packing = "examples" if origin == "google" else "best-fit"
     config = Config.preset("tiny", "google").override(packing=packing, **size)
@@ -228,20 +226,20 @@ def test_an_import_says_whether_token_type_1_was_trained_before(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.local_attention": 8, "model.global_attention_every": 1}])
-def test_modern_config_speaks_to_older_transformers_too(tmp_path: Path, changes: Changes) -> None:
+def test_modernbert_config_is_readable_by_older_transformers(tmp_path: Path, changes: Changes) -> None:
     make_run(tmp_path / "run", "modern", {"model.local_rope_theta": 500.0} | changes)
     export(tmp_path / "run", out=tmp_path / "out")
     table = json.loads((tmp_path / "out" / "discriminator" / "config.json").read_text(encoding="utf-8"))
     older = {"global_attn_every_n_layers": 3, "global_rope_theta": 10_000.0, "local_rope_theta": 10_000.0}
     assert older.items() <= table.items()
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out" / "discriminator")
-    assert config.rope_parameters.keys() == set(config.layer_types)  # or else 5.4 to 5.16 raise
+    assert config.rope_parameters.keys() == set(config.layer_types)  # otherwise 5.4 to 5.16 raise an error
     assert config.local_attention > 1_000_000  # no layer is local
     assert {rope["rope_theta"] for rope in config.rope_parameters.values()} == {10_000.0}
     assert config.id2label == {0: "original", 1: "replaced"}
 
 
-def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: Path) -> None:
+def test_factored_table_has_the_scale_of_a_new_one(tmp_path: Path) -> None:
     changes: Changes = {"model.embedding_size": 48}
     make_run(tmp_path / "run", "modern", changes)
     model = read_model(tmp_path / "run")
@@ -259,7 +257,7 @@ def test_a_multiplied_table_comes_back_with_the_sizes_of_a_fresh_one(tmp_path: P
         assert 0.7 < restored.std() / expected.std() < 1.4, name
 
 
-def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
+def test_single_folder_supports_its_own_role(tmp_path: Path) -> None:
     expected = logits(make_run(tmp_path / "run", "modern", {"model.embedding_size": 48}))
     export(tmp_path / "run", out=tmp_path / "out")
     discriminator = read_model(tmp_path / "out" / "discriminator")
@@ -278,8 +276,8 @@ def test_one_folder_alone_answers_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> None:
-    """`transformers` reads it without a missing tensor; for us the folder is what it was without it."""
+def test_export_contains_headless_encoder(tmp_path: Path, recipe: str) -> None:
+    """`transformers` reads it without a missing tensor; we ignore it when we read the export."""
     run = tmp_path / "run"
     out = tmp_path / "out"
     make_run(run, recipe, {"model.embedding_size": 48, "data.packing": "best-fit"})
@@ -291,7 +289,7 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
     assert encoder.state_dict().keys() == whole.state_dict().keys()
     assert all(map(torch.equal, encoder.state_dict().values(), whole.state_dict().values()))
     tables = encoder.state_dict().get("embeddings.token_type_embeddings.weight")
-    assert tables is None or torch.equal(*tables)  # as in the others, a copy
+    assert tables is None or torch.equal(*tables)  # a copy, as in the other tables
     alone = load_encoder(out / "encoder")
     assert alone.content_hash == load_encoder(out).content_hash == load_encoder(out / "discriminator").content_hash
     with pytest.raises(ValueError, match="out: has no encoder; available: discriminator, generator"):
@@ -303,10 +301,10 @@ def test_an_encoder_alone_lies_beside_the_model(tmp_path: Path, recipe: str) -> 
         load_encoder(out)
     shutil.rmtree(out / "discriminator")
     with pytest.raises(ValueError, match="encoder: an encoder without a head"):
-        read_model(out)  # not as the generator alone, whose encoder is another one
+        read_model(out)  # not as the generator alone, which has another encoder
 
 
-def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
+def test_folder_with_two_results_is_rejected(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {"objective.name": "replace-mlm", "data.masking": "tokens"})
     export(tmp_path / "run", out=tmp_path / "out")
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
@@ -316,7 +314,7 @@ def test_two_results_in_a_folder_are_refused(tmp_path: Path) -> None:
         read_model(tmp_path / "out")
 
 
-def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -> None:
+def test_earlier_detector_with_one_label_is_read(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "modern", {})
     export(tmp_path / "run", out=tmp_path / "out")
     expected = logits(read_model(tmp_path / "out"))
@@ -333,18 +331,18 @@ def test_a_detector_of_one_label_as_in_earlier_exports_is_read(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("labels", [{"0": "O", "1": "NAME"}, {"0": "replaced", "1": "original"}, None])
-def test_a_tagger_is_no_detector(tmp_path: Path, labels: dict[str, str] | None) -> None:
-    """The class of ModernBERT's detector is also that of taggers; only the labels tell."""
+def test_tagger_is_not_a_detector(tmp_path: Path, labels: dict[str, str] | None) -> None:
+    """Taggers have the class of ModernBERT's detector; only the labels differ."""
     make_run(tmp_path / "run", "modern", {})
     export(tmp_path / "run", out=tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": labels})
     for read in (read_model, lambda folder: load_encoder(folder, "discriminator"), read_detector):
         with pytest.raises(ValueError, match="config.json: id2label = .* has the labels original and replaced"):
             read(tmp_path / "out" / "discriminator")
-    load_encoder(tmp_path / "out" / "discriminator")  # any model has one
+    load_encoder(tmp_path / "out" / "discriminator")  # every model has an encoder
 
 
-def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> None:
+def test_export_replaces_only_an_earlier_export(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     export(tmp_path / "run", out=tmp_path / "out")
     before = (tmp_path / "out" / "generator" / "model.safetensors").read_bytes()
@@ -375,7 +373,7 @@ def test_export_replaces_an_export_and_refuses_anything_else(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "vocab.txt"]
 
 
-def test_a_failing_export_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_export_leaves_no_partial_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", "google", {})
     errors = (OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device"))
     for error, names in zip(errors, (["run", "vocab.txt"], ["out", "run", "vocab.txt"]), strict=True):
@@ -388,7 +386,7 @@ def test_a_failing_export_leaves_nothing_half_written(tmp_path: Path, monkeypatc
     read_model(tmp_path / "out")
 
 
-def test_places_without_a_model_are_named(tmp_path: Path) -> None:
+def test_folders_without_model_are_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none: no such folder; pass a run, a checkpoint or a Hugging Face"):
         read_model(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="no model here .looked for checkpoints/"):

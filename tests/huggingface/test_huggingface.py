@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders: of other publishers, tied weights, and mismatches."""
+"""Reading Hugging Face folders: from other publishers, with tied weights, and with mismatches."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from electra_fast.model.model import Electra
 
 
 def write_folders(folder: Path, recipe: str, changes: dict[str, Any]) -> None:
-    """A random model as discriminator/ and generator/."""
+    """Writes a random model as discriminator/ and generator/."""
     config = Config.preset("tiny", recipe).override(changes, vocab_size=200)
     model = randomized(Electra(config), 11)
     for role in ("discriminator", "generator"):
@@ -34,7 +34,7 @@ def write_folders(folder: Path, recipe: str, changes: dict[str, Any]) -> None:
         write_model(folder / role, model, role, {"pad": 0, "cls": 2, "sep": 3})
 
 
-def test_factoring_tells_a_shared_table_from_two() -> None:
+def test_factoring_distinguishes_shared_table_from_two() -> None:
     random = torch.Generator().manual_seed(0)
     config = Config.preset("tiny", "modern").override({"model.embedding_size": 24, "model.vocab_size": 90})
     shapes = {"discriminator": config.model, "generator": config.generator_shape()}
@@ -46,7 +46,7 @@ def test_factoring_tells_a_shared_table_from_two() -> None:
 
 
 def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Module]:
-    """Small folders as published by others: none of our keys, prefixes, half precision, a buffer."""
+    """Writes small folders in the published form: without our keys, with prefixes, half precision, and a buffer."""
     models: dict[str, torch.nn.Module] = {}
     for role, hidden in (("discriminator", 64), ("generator", generator_hidden)):
         sizes = {"hidden_size": hidden, "num_attention_heads": hidden // 16, "intermediate_size": 4 * hidden}
@@ -67,7 +67,7 @@ def released_pair(folder: Path, generator_hidden: int) -> dict[str, torch.nn.Mod
 
 
 @pytest.mark.parametrize(("generator_hidden", "fraction"), [(16, 0.25), (64, 1.0)])
-def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
+def test_folders_of_other_publishers_load_and_train(tmp_path: Path, generator_hidden: int, fraction: float) -> None:
     hf_models = released_pair(tmp_path / "released", generator_hidden)
     model = read_model(tmp_path / "released")
     assert (model.config.generator.fraction, model.config.model.tying) == (fraction, "embeddings")
@@ -87,7 +87,7 @@ def test_folders_of_others_load_and_go_on(tmp_path: Path, generator_hidden: int,
 @pytest.mark.parametrize(
     ("architecture", "how"), [("bert", "with a prefix"), ("modernbert", "bare"), ("bert", "our own export")]
 )
-def test_encoders_without_heads_continue_with_new_ones(
+def test_headless_encoders_get_new_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
 ) -> None:
     same_width: dict[str, dict[str, Any]] = {"model.embedding_size": 64, "generator.fraction": 1.0}
@@ -136,7 +136,7 @@ def test_encoders_without_heads_continue_with_new_ones(
         ("DistilBertForMaskedLM", {}, "DistilBERT"),
     ],
 )
-def test_masked_language_models_of_other_types_come_in_and_go_out(
+def test_masked_language_models_of_other_types_are_imported_and_exported(
     tmp_path: Path, name: str, settings: dict[str, Any], tokenizer: str
 ) -> None:
     model = hf_folder(tmp_path / "model", name, vocab_size=320, **settings)
@@ -161,7 +161,7 @@ def test_masked_language_models_of_other_types_come_in_and_go_out(
     assert theirs == ours and len(ours[0]) > 10
 
 
-def test_a_separate_output_table_of_another_type_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_separate_output_table_is_rejected_with_its_original_name(tmp_path: Path) -> None:
     model = hf_folder(tmp_path, "RobertaForMaskedLM", tie_word_embeddings=False, **ROBERTA)
     with pytest.raises(ValueError, match="lm_head.decoder.weight differs from roberta.embeddings.word_embeddings.weig"):
         read_model(tmp_path)
@@ -203,7 +203,7 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
     ],
 )
-def test_a_config_that_does_not_fit_is_named(
+def test_inconsistent_config_is_reported(
     tmp_path: Path, recipe: str, role: str, changes: dict[str, object], message: str
 ) -> None:
     write_folders(tmp_path / "out", recipe, {})
@@ -214,7 +214,7 @@ def test_a_config_that_does_not_fit_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_inconsistent_weights_are_reported(tmp_path: Path) -> None:
     write_folders(tmp_path / "out", "modern", {"model.embedding_size": 48})
     path = tmp_path / "out" / "discriminator" / "model.safetensors"
     tensors = load_file(path)
@@ -234,7 +234,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         read_model(tmp_path / "out")
 
 
-def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_untied_output_table_is_rejected(tmp_path: Path) -> None:
     released_pair(tmp_path, 16)
     path = tmp_path / "generator" / "model.safetensors"
     tensors = load_file(path)
@@ -246,7 +246,7 @@ def test_an_output_table_of_its_own_is_refused(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-def test_import_takes_the_preset_of_the_same_size_for_models_of_others() -> None:
+def test_import_uses_preset_of_the_same_size() -> None:
     """A base model continues with the learning rate of base, not of small."""
     config = Config.preset("base", "google")
     assert preset_of_size(dataclasses.replace(config.model, vocab_size=50)) == config

@@ -1,4 +1,4 @@
-"""Model cards: the front matter for Hugging Face, and that they state only what is recorded."""
+"""Model cards: Hugging Face's front matter, and a description of the recorded training only."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def trained(folder: Path, corpus: Path, recipe: str, packing: str, **changes: ob
 
 
 @pytest.mark.parametrize(("recipe", "packing"), [("google", "examples"), ("paper", "best-fit"), ("modern", "best-fit")])
-def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
+def test_cards_describe_the_training(tmp_path: Path, tiny_corpus: Path, recipe: str, packing: str) -> None:
     config = trained(tmp_path / "run", tiny_corpus, recipe, packing)
     export(tmp_path / "run", out=tmp_path / "out")
     tokens = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["tokens"]
@@ -66,7 +66,7 @@ def test_cards_say_what_was_trained(tmp_path: Path, tiny_corpus: Path, recipe: s
     "told",
     [{"language": ["no"], "license": "apache-2.0"}, {"language": ["hu", "zh-Hant"], "dataset": TEXTS, **BASE}],
 )
-def test_cards_say_what_they_are_told(tmp_path: Path, whole_run: Path, told: dict[str, Any]) -> None:
+def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, told: dict[str, Any]) -> None:
     export(whole_run, out=tmp_path / "out", **told)
     entries = {"datasets" if name == "dataset" else name: value for name, value in told.items()}
     evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
@@ -91,13 +91,13 @@ def test_cards_say_what_they_are_told(tmp_path: Path, whole_run: Path, told: dic
         ({"base_model": "./model"}, "'./model': must be a name on the Hugging Face Hub"),
     ],
 )
-def test_what_no_card_can_have_is_refused(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
+def test_invalid_metadata_is_rejected(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         export(whole_run, out=tmp_path / "out", **told)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpus: Path) -> None:
+def test_unfinished_run_is_exported_only_on_request(tmp_path: Path, tiny_corpus: Path) -> None:
     trained(tmp_path / "run", tiny_corpus, "google", "examples")
     earlier = tmp_path / "run" / "checkpoints" / "step-2"
     with pytest.raises(ValueError, match=r"step-2: at step 2 of 3; finish it with .* or export it .* --unfinished"):
@@ -110,13 +110,13 @@ def test_an_unfinished_run_is_exported_only_on_demand(tmp_path: Path, tiny_corpu
     assert "unfinished" not in (tmp_path / "out" / "discriminator" / "README.md").read_text(encoding="utf-8")
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace("steps = 3 ", "steps = 5 "), encoding="utf-8")
-    export(tmp_path / "run", out=tmp_path / "out")  # whatever is planned, the checkpoint ends a schedule
+    export(tmp_path / "run", out=tmp_path / "out")  # the checkpoint is at the end of its schedule
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
     settings.write_text(settings.read_text().replace("steps = 5 ", "steps = 2 "), encoding="utf-8")
-    export(tmp_path / "run", out=tmp_path / "out")  # the run was told to end here
+    export(tmp_path / "run", out=tmp_path / "out")  # the run's steps were reduced to this step
 
 
-def test_an_imported_model_is_not_given_a_history(tmp_path: Path, tiny_corpus: Path) -> None:
+def test_card_of_imported_model_states_no_training(tmp_path: Path, tiny_corpus: Path) -> None:
     trained(tmp_path / "run", tiny_corpus, "google", "best-fit", **{"objective.name": "mlm"})
     export(tmp_path / "run", out=tmp_path / "out")
     text = (tmp_path / "out" / "generator" / "README.md").read_text(encoding="utf-8")

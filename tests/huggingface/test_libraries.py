@@ -1,6 +1,6 @@
-"""Exports in the libraries that people use them with, of all architectures, and what these save read back here.
+"""Exports of all architectures in the libraries of their users, and folders saved by these libraries read here.
 
-Libraries that no other test needs are imported where they are used: every worker imports every test file.
+Libraries that no other test needs are imported inside tests, since every worker imports every test file.
 """
 
 import itertools
@@ -43,7 +43,7 @@ Export = tuple[str, Path]
 
 @pytest.fixture(scope="module", autouse=True)
 def offline() -> Iterator[None]:
-    """sentence-transformers asks the hub, even about folders, unless told otherwise."""
+    """Keeps sentence-transformers from asking the hub, which it does even for folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -52,7 +52,7 @@ def offline() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["bert", "modernbert", "deberta"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Architecture and folder of an export; token type 1 of the first never occurred in training."""
+    """Returns architecture and folder of an export; token type 1 of the first never occurred in training."""
     folder = tmp_path_factory.mktemp(request.param)
     make_run(folder / "run", *RECIPES[request.param])
     export(folder / "run", out=folder / "out")
@@ -66,7 +66,7 @@ def tokenized(folder: Path, *texts: list[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def assert_read_back(folder: Path, base: Any, before: Path) -> None:
-    """A folder that another library saved gives that library's hidden states here, and has the same vocabulary."""
+    """Checks that a folder saved by another library has its hidden states here, and the same vocabulary."""
     encoder = load_encoder(folder)
     batch = tokenized(before, *map(list, zip(*PAIRS, strict=True)))
     ids = batch["input_ids"]
@@ -80,7 +80,7 @@ def assert_read_back(folder: Path, base: Any, before: Path) -> None:
     changed = encoder.state.keys() - {
         n for n, tensor in load_encoder(before).state.items() if encoder.state[n].equal(tensor)
     }
-    assert changed  # it was trained
+    assert changed  # training changed it
 
 
 def steps(parameters: Any, loss: Callable[[], Tensor]) -> None:
@@ -97,7 +97,7 @@ def steps(parameters: Any, loss: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-def test_automatic_classes_load_with_any_number_of_labels(exported: Export, task: str) -> None:
+def test_auto_classes_load_with_any_number_of_labels(exported: Export, task: str) -> None:
     architecture, out = exported
     numbers = [{}] if task == "QuestionAnswering" else [{"num_labels": 2}, {"num_labels": 3}]
     folders = [(out / "encoder", number) for number in numbers]
@@ -120,7 +120,7 @@ def test_pipelines(exported: Export) -> None:
     architecture, out = exported
     model = read_model(out)
     folder = {name: str(out / name) for name in ("encoder", "generator", "discriminator")}
-    if architecture != "deberta":  # whose decoder is not in `transformers`
+    if architecture != "deberta":  # `transformers` lacks its decoder
         best = transformers.pipeline("fill-mask", folder["generator"])("the [MASK] sat", top_k=3)
         batch = tokenized(out / "generator", ["the [MASK] sat"])
         with torch.no_grad():
@@ -134,7 +134,7 @@ def test_pipelines(exported: Export) -> None:
         expected = encoder(**tokenized(out / "encoder", [TEXTS[0]]))
     np.testing.assert_allclose(features, expected.last_hidden_state[0].numpy(), atol=1e-6)
 
-    if architecture == "modernbert":  # of ElectraForPreTraining there is none
+    if architecture == "modernbert":  # there is none for ElectraForPreTraining
         labels = transformers.pipeline("token-classification", folder["discriminator"], ignore_labels=[])(TEXTS[1])
         with torch.no_grad():
             ids = tokenized(out / "discriminator", [TEXTS[1]])["input_ids"]
@@ -145,7 +145,7 @@ def test_pipelines(exported: Export) -> None:
 
 
 def test_trainer(exported: Export, tmp_path: Path) -> None:
-    """On pairs: token type 1 is trained now, though the export's config.json says that it was not."""
+    """The text pairs train token type 1, although the export's config.json records it as untrained."""
     architecture, out = exported
     batch = tokenized(out / "encoder", *map(list, zip(*PAIRS, strict=True)))
     rows = [{name: item[i] for name, item in batch.items()} | {"labels": i % 2} for i in range(len(PAIRS))]
@@ -168,8 +168,8 @@ def test_trainer(exported: Export, tmp_path: Path) -> None:
         assert_read_back(tmp_path / "again", model.base_model, out / "encoder")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own
-def test_lora_of_peft(exported: Export, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # raised in peft
+def test_peft_lora(exported: Export, tmp_path: Path) -> None:
     import peft
 
     _, out = exported
@@ -183,7 +183,7 @@ def test_lora_of_peft(exported: Export, tmp_path: Path) -> None:
     assert_read_back(tmp_path / "merged", merged.base_model, out / "encoder")
 
 
-def test_embeddings_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+def test_sentence_transformers_embeddings(exported: Export, tmp_path: Path) -> None:
     import sentence_transformers
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
@@ -199,8 +199,8 @@ def test_embeddings_of_sentence_transformers(exported: Export, tmp_path: Path) -
     assert_read_back(tmp_path / "saved", model[0].auto_model, out / "encoder")
 
 
-def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
-    """Of an export, a model fine-tuned elsewhere, and one that they saved with another pooling."""
+def test_encode_equals_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+    """For an export, a model fine-tuned elsewhere, and a folder that the library saved with another pooling."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
@@ -220,7 +220,7 @@ def test_encode_is_that_of_sentence_transformers(exported: Export, tmp_path: Pat
             np.testing.assert_allclose(vectors, theirs.encode(texts, normalize_embeddings=normalize), atol=1e-5)
 
 
-def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path) -> None:
+def test_sentence_transformers_cross_encoder(exported: Export, tmp_path: Path) -> None:
     import sentence_transformers
 
     _, out = exported
@@ -235,7 +235,7 @@ def test_cross_encoder_of_sentence_transformers(exported: Export, tmp_path: Path
     assert_read_back(tmp_path / "saved", model[0].auto_model.base_model, out / "encoder")
 
 
-def test_the_code_in_cards_runs_as_it_is_written(exported: Export) -> None:
+def test_code_in_cards_runs(exported: Export) -> None:
     architecture, out = exported
     shape = {"encoder": 2, "discriminator": 1, "generator": 1}
     for folder in out.iterdir():
@@ -257,7 +257,7 @@ def test_the_code_in_cards_runs_as_it_is_written(exported: Export) -> None:
 
 
 def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
-    """At tokens, in batches of other sizes and lengths than the exporter saw; a local layer's window is 4 tokens."""
+    """Compares tokens in batches of other sizes and lengths than the exporter saw; a local window is 4 tokens."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
@@ -274,7 +274,7 @@ def assert_onnx_agrees(folder: Path, output: str, hf_model: Any) -> None:
         assert np.abs(actual - expected.numpy())[mask.bool().numpy()].max() <= 1e-5
 
 
-def test_onnx_of_deberta(tmp_path: Path) -> None:
+def test_deberta_onnx(tmp_path: Path) -> None:
     make_run(tmp_path / "run", *RECIPES["deberta"])
     result = export(tmp_path / "run", out=tmp_path / "out", onnx=True)
     folder = tmp_path / "out/encoder"
@@ -282,7 +282,7 @@ def test_onnx_of_deberta(tmp_path: Path) -> None:
     assert_onnx_agrees(folder, "last_hidden_state", transformers.AutoModel.from_pretrained(folder))
 
 
-def test_onnx_of_a_detector_with_local_attention(tmp_path: Path) -> None:
+def test_onnx_of_detector_with_local_attention(tmp_path: Path) -> None:
     make_run(tmp_path / "run", *RECIPES["modernbert"])
     export(tmp_path / "run", out=tmp_path / "out")
     folder = tmp_path / "out/discriminator"
@@ -300,7 +300,7 @@ def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [path.parent.name for path in out.glob("*/model.onnx")] == ["encoder"]
     assert_onnx_agrees(out / "encoder", "last_hidden_state", transformers.AutoModel.from_pretrained(out / "encoder"))
 
-    # The same file in place of the exporter's, for other weights
+    # The same file instead of the exporter's, with other weights
     stale = shutil.copyfile(out / "encoder/model.onnx", tmp_path / "stale.onnx")
     whole = out / "generator/model.safetensors"
     tensors = load_file(whole)

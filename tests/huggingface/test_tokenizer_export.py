@@ -1,4 +1,4 @@
-"""Tokenizer folders: what they hold. `test_tokenizer_settings` compares ids with those of `transformers`."""
+"""Contents of tokenizer folders. `test_tokenizer_settings` compares ids with `transformers`."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ TEXTS = [
 ]
 
 
-def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
-    """A byte-order mark is no part of the first entry."""
+def test_folder_describes_its_tokenizer(tmp_path: Path) -> None:
+    """A byte-order mark does not belong to the first entry."""
     vocab = tmp_path / "vocab.txt"
     content = "\n".join([*SPECIAL, "the"]).encode()
     vocab.write_bytes(b"\xef\xbb\xbf" + content)
@@ -38,8 +38,8 @@ def test_the_folder_says_what_it_is(tmp_path: Path) -> None:
     assert (len(auto("the " * 100, truncation=True)["input_ids"]), auto.mask_token_id) == (77, 4)
 
 
-def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: Path) -> None:
-    """Trailing space, CRLF, an empty line, duplicate lines, separators that are not line ends, no final newline."""
+def test_unusual_vocabulary_lines_are_read_as_in_tokenizers(tmp_path: Path) -> None:
+    """Trailing space, CRLF, an empty line, duplicate lines, separators other than line ends, no final newline."""
     vocab = tmp_path / "vocab.txt"
     lines = [*SPECIAL, "the ", "cat\r", "", "sat", "the", "a\u2028b", "\u3000", "x\x1c", "dog"]
     vocab.write_bytes("\n".join(lines).encode())
@@ -51,7 +51,7 @@ def test_odd_lines_of_a_vocabulary_are_read_as_tokenizers_reads_them(tmp_path: P
 
 
 def byte_level(folder: Path, names: list[str], **parts: Any) -> Path:
-    """Another kind of tokenizer.json: byte-level BPE, cased, with special tokens not marked as special."""
+    """Returns another kind of tokenizer.json: byte-level BPE, cased, with special tokens not marked as special."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,7 +67,7 @@ def byte_level(folder: Path, names: list[str], **parts: Any) -> Path:
 
 
 @pytest.mark.parametrize("names", [SPECIAL, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]])
-def test_a_tokenizer_json_keeps_its_rules_and_gets_a_template(tmp_path: Path, names: list[str]) -> None:
+def test_tokenizer_json_keeps_rules_and_gets_template(tmp_path: Path, names: list[str]) -> None:
     limits = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     source = byte_level(tmp_path, names, truncation=limits, added_tokens=[])
     write_tokenizer(tmp_path / "out", Tokenizer(source), 512)
@@ -84,7 +84,7 @@ def test_a_tokenizer_json_keeps_its_rules_and_gets_a_template(tmp_path: Path, na
     assert json.loads(source.read_text(encoding="utf-8"))["post_processor"] is None
 
 
-def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
+def test_existing_template_is_kept(tmp_path: Path) -> None:
     source = byte_level(tmp_path, SPECIAL)
     tokenizer = tokenizers.Tokenizer.from_file(str(source))
     tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 3)])
@@ -96,14 +96,14 @@ def test_a_template_that_is_there_stays(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json: not found, nor vocab.txt or spm.model"):
         copy_tokenizer(tmp_path, tmp_path / "out", ["input_ids"])
     assert not (tmp_path / "out").exists()
 
 
-def test_the_model_trains_on_the_names_that_are_exported(tmp_path: Path) -> None:
-    """A vocabulary with two candidates for a special token: all readers choose the same one."""
+def test_training_uses_the_exported_special_tokens(tmp_path: Path) -> None:
+    """If a vocabulary has two candidates for a special token, all readers choose the same one."""
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("\n".join(["<pad>", "<unk>", "<s>", "</s>", "<cls>", "<sep>", "<mask>", "a"]), encoding="utf-8")
     tokenizer = Tokenizer(vocab)

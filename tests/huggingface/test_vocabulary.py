@@ -1,4 +1,4 @@
-"""Another vocabulary: `import --vocab`, and with a trimmed one the hidden states of the whole model."""
+"""`import --vocab`: a model with another vocabulary and, if it was trimmed, the hidden states of the original model."""
 
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ def save(folder: Path, crate: Crate) -> Path:
 
 @torch.no_grad()
 def hidden(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
-    """The hidden states of each text, of a model of `transformers`."""
+    """Returns the hidden states of each text for a model of `transformers`."""
     return [
         model.eval()(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).last_hidden_state
         for text in texts
@@ -49,7 +49,7 @@ def hidden(model: Any, tokenizer: Any, texts: list[str]) -> list[Tensor]:
         ("DebertaV2ForTokenClassification", unigram, {"vocab_size": 260, "embedding_size": 32}, "same-layers:2"),
     ],
 )
-def test_a_trimmed_model_has_the_hidden_states_of_the_whole_one(
+def test_trimmed_model_has_the_same_hidden_states(
     tmp_path: Path, name: str, make: Any, settings: dict[str, Any], generator: str | None
 ) -> None:
     whole = hf_folder(tmp_path / "model", name, **settings)
@@ -78,7 +78,7 @@ TABLES = {
     "modern": {"embeddings.token", "generator_embeddings.token", "generator_head.bias", "corrective_head.bias"},
     "deberta": {"embeddings.token", "generator_embeddings.token", "generator_head.bias"},
 }
-# New entries, and the pieces of WORDS that they begin as.
+# New entries, and the pieces of WORDS from which they start.
 MADE_OF = {
     "the": "the",
     "##s": "##s",
@@ -86,7 +86,7 @@ MADE_OF = {
     "cats": "cat ##s",
     "##SS": "##s ##s",
     "w7-sat": "w7 sat",  # without the unknown piece
-    "##the": "the",  # which is unknown within a word
+    "##the": "the",  # unknown within a word
 }
 
 
@@ -95,7 +95,7 @@ MADE_OF = {
     [("google", "none"), ("google", "embeddings"), ("modern", "none"), ("modern", "embeddings")]
     + [("deberta", "disentangled")],
 )
-def test_all_tables_have_the_rows_of_the_same_entries(
+def test_all_tables_have_rows_of_the_same_entries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, tying: str
 ) -> None:
     model = make_run(tmp_path / "run", recipe, {"model.tying": tying})
@@ -119,7 +119,7 @@ def test_all_tables_have_the_rows_of_the_same_entries(
     assert "200 entries become 13: 9 keep a row, 3 start as the mean of several, 1 start as the mean of all; " in said
 
 
-def test_the_same_entries_change_nothing_and_padding_is_no_part_of_a_mean(tmp_path: Path) -> None:
+def test_same_entries_change_nothing_and_means_exclude_padding(tmp_path: Path) -> None:
     model = make_run(tmp_path / "run", "google", {})
     table = model.embeddings.token
     old = tmp_path / "vocab.txt"
@@ -175,10 +175,10 @@ OTHER_KINDS: list[tuple[Any, Any, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("old", "new", "made_of"), OTHER_KINDS)
-def test_entries_of_another_kind_of_tokenizer_mean_the_same(
+def test_entries_are_matched_across_kinds_of_tokenizers(
     tmp_path: Path, old: Any, new: Any, made_of: dict[str, str]
 ) -> None:
-    """`##s`, `Ġs` and `▁s` are a piece within a word, or at its start; what nothing is known of, is the mean of all."""
+    """`##s`, `Ġs` and `▁s` are pieces within or at the start of a word; unknown entries are the mean of all."""
     crates = {name: make() for name, make in (("old", old), ("new", new))}
     for name, crate in crates.items():
         save(tmp_path / name, crate)
@@ -191,7 +191,7 @@ def test_entries_of_another_kind_of_tokenizer_mean_the_same(
         assert torch.allclose(changed.embeddings.token[crates["new"].token_to_id(entry)], rows.mean(0)), entry
 
 
-def test_a_vocabulary_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+def test_unusable_vocabulary_is_rejected(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     ef.export(tmp_path / "run", out=tmp_path / "model", unfinished=True)
     (tmp_path / "vocab.txt").write_text("the\ncat")

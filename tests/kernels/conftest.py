@@ -12,5 +12,5 @@ def _poisoned(poisoned_memory: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _warnings_of_others() -> None:
-    """torch's opcheck reads `.grad`."""
+    """Ignores warnings of torch's opcheck, which reads `.grad`."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)

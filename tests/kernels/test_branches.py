@@ -1,6 +1,6 @@
-"""Branches of a captured graph: each access to a tensor comes after the accesses on other streams that it depends on.
+"""Branches of a captured graph: each access to a tensor follows the accesses on other streams on which it depends.
 
-Stand-ins for CUDA's streams and events keep vector clocks. A mode sees each operator, on the stream that is current.
+Stand-ins for CUDA's streams and events have vector clocks. A mode observes each operator and the current stream.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from electra_fast.optimizers.optimizer import Optimizer
 
 
 class Stream:
-    """Its clock has the number of the last operator of each stream that comes before what it does next."""
+    """A stream; its clock has the last operator of each stream that precedes the stream's next operator."""
 
     device = None
 
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Machine(TorchDispatchMode):
-    """A device on which the wait with the number `left_out` does not happen; `races` names the operators."""
+    """A device that skips the wait number `left_out`; `races` lists the operators."""
 
     def __init__(self, left_out=None):
         super().__init__()
@@ -49,7 +49,7 @@ class Machine(TorchDispatchMode):
         self.races = []
         self.alive = []
         self.current = Stream(self)
-        # By storage: the last write, and the reads since, as pairs of stream and number.
+        # The last write to each storage, and the reads since then, as pairs of stream and number.
         self.writes = {}
         self.reads = defaultdict(list)
         self.streams = set()
@@ -72,7 +72,7 @@ class Machine(TorchDispatchMode):
         self.writes |= dict.fromkeys(changed, now)
         for key in set(storages.values()) - changed:
             self.reads[key].append(now)
-        self.alive += [args, kwargs, outputs_of_call]  # so that no storage takes the place of another
+        self.alive += [args, kwargs, outputs_of_call]  # so that no storage is reused
         return outputs_of_call
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ def muon():
 
 
 def network():
-    """A network on a branch, and work beside others on it; its backward pass is autograd's, on a GPU alone."""
+    """A network on a branch with parallel work; only a GPU runs its backward pass, by autograd, as a branch."""
     x = torch.ones(3, 3)
 
     def double(x):
@@ -159,13 +159,13 @@ WORK = {
     "muon": muon,
     "network": network,
 }
-# Waits that a later one makes needless: for calls on a stream before the last, and for a network's forward pass.
+# Waits that a later wait includes: for earlier calls on a stream, and for a network's forward pass.
 NEEDLESS = {"attention": 1, "gated_feed_forward": 1, "muon": 2, "network": 1}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 @pytest.mark.parametrize("name", WORK)
-def test_branches_wait_for_what_they_read_and_for_no_more(name, monkeypatch):
+def test_every_wait_of_branches_is_needed_and_sufficient(name, monkeypatch):
     expected = WORK[name]()()
     outputs, machine = run(WORK[name](), monkeypatch)
     assert not machine.races and len(machine.streams) > 1

@@ -1,4 +1,4 @@
-"""The discriminator's head and loss kernels where the table of cases is too coarse: tails, single tokens, no tokens."""
+"""Kernels of the discriminator's head and loss in cases that the table of cases lacks: tails, one token, no tokens."""
 
 import math
 
@@ -12,7 +12,7 @@ from electra_fast.ops import operations as ops
 
 
 def make_head(num_tokens, width, dtype=torch.float32):
-    """Activations and parameters large enough that no gradient is lost in rounding."""
+    """Makes activations and parameters large enough that rounding hides no gradient."""
     random = torch.Generator().manual_seed(0)
     h_TD = (torch.randn(num_tokens, width, generator=random) * 2).to(dtype)
     bias_D = torch.randn(width, generator=random)
@@ -21,7 +21,7 @@ def make_head(num_tokens, width, dtype=torch.float32):
 
 
 def test_logits_of_bf16_activations_are_fp32(width=64):
-    """They equal the exact sum to fp32's rounding and none tie; in bf16 only a few hundred would be distinct."""
+    """They equal the exact sum up to fp32 rounding, and all differ; in bf16, only a few hundred would be distinct."""
     h_TD, bias_D, weight_1D, constant = make_head(2000, width, torch.bfloat16)
     weight_1D = weight_1D.detach() * 1e-2
     h, bias, weight = (x.detach().double() for x in (h_TD, bias_D, weight_1D))
@@ -33,7 +33,7 @@ def test_logits_of_bf16_activations_are_fp32(width=64):
 
 
 def test_gelu_over_its_range():
-    """Value and derivative from -12 to 12 and far outside equal fp64 to fp32's rounding, like torch's in fp32."""
+    """Value and derivative from -12 to 12 and far outside equal fp64 up to fp32 rounding, like torch's in fp32."""
     x_T = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-1e4, -50.0, 50.0, 1e4]))).to(DEVICE)
     zero = torch.zeros(1, device=DEVICE)
     one = torch.ones(1, 1, device=DEVICE)
@@ -78,8 +78,8 @@ def loss_results(compute, arguments, scale):
 
 
 @pytest.mark.parametrize("case", ["mixed", "extreme", "small", "none valid", "all replaced"])
-def test_loss_equals_truth(monkeypatch, case):
-    """The mixed one by several programs, whose sums are added in several iterations."""
+def test_loss_equals_fp64(monkeypatch, case):
+    """Several programs compute the mixed case, and their sums are added in several iterations."""
     monkeypatch.setattr(head, "SUM_ROWS", 2)
     num_tokens = 2 * head.LOSS_TOKENS + 5 if case == "mixed" else 255
     arguments = make_loss(num_tokens, case)
@@ -90,15 +90,15 @@ def test_loss_equals_truth(monkeypatch, case):
     loss, dlogits_T, totals = loss_results(head.discriminator_loss, arguments, scale)
     eager, _, expected_totals = loss_results(ops.discriminator_loss_reference, arguments, scale)
     assert totals.dtype == expected_totals.dtype and torch.equal(totals, expected_totals)
-    # Below 2^-126 floats are multiples of 2^-149: log1p's argument is rounded to one, its half too, and then doubled.
+    # Below 2^-126, floats are multiples of 2^-149: log1p's argument and its half are rounded to one, then doubled.
     rounding = 4 * torch.finfo(torch.float32).eps * losses.sum() + 1.5 * 2.0**-149 * num_tokens
     assert (loss - losses.sum()).abs() <= (eager - losses.sum()).abs() + rounding
-    # Relative for each token: sigmoid - y must not cancel.
+    # Relative for each token, so sigmoid - y must not cancel.
     assert ((dlogits_T - gradient).abs() <= 1e-6 * gradient.abs() * (1 + z.abs()) + 1e-37).all()
 
 
 def test_loss_of_single_tokens():
-    """Relative precision of single tokens' losses, from 0 to where they underflow."""
+    """The relative precision of single tokens' losses, from 0 to underflow."""
     z_T = torch.cat((torch.linspace(-80, 80, 9), torch.linspace(-1, 1, 4))).to(DEVICE)
     for z in z_T:
         no = torch.zeros(1, dtype=torch.bool, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Rows by index: equal to indexing both ways, and not decomposed by the compiler, so that sums have one order."""
+"""Rows by index equal indexing in both directions, and the compiler does not decompose them, so sums have one order."""
 
 import pytest
 import torch
@@ -35,15 +35,15 @@ def test_equals_indexing(num_rows, width, num_gathered, dtype):
 
 
 @pytest.mark.slow
-def test_registered_for_autograd_and_compilation():
+def test_is_registered_for_autograd_and_compilation():
     x = torch.randn(7, 4, device=DEVICE, requires_grad=True)
     index = torch.tensor([3, 0, 3], device=DEVICE)
     torch.library.opcheck(gather_rows, (x, index))
     torch.library.opcheck(add_rows, (torch.randn(3, 4, device=DEVICE), index, 7))
 
 
-def test_a_compiled_step_has_no_atomic_float_adds(tiny_corpus):
-    """Inductor turns an accumulating index_put or scatter into atomic adds; the traced step must have none."""
+def test_compiled_step_has_no_atomic_float_adds(tiny_corpus):
+    """Inductor turns an accumulating index_put or scatter into atomic additions, so the traced step must have none."""
     torch.compiler.reset()
     graphs = []
 

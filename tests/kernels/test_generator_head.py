@@ -1,4 +1,4 @@
-"""The generator head by kernels and in its CPU form against fp64, the reference's samples, and other block sizes."""
+"""Kernels and CPU form of the generator's head against fp64, the reference's samples, and other block sizes."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 
 @pytest.fixture(params=[*DTYPES, *(["cpu"] if DEVICE == "cpu" else [])])
 def path(request, monkeypatch):
-    """`ops.generator_head` takes this way, whatever the dtype. On a CPU it has chunks of seven rows of 300 entries."""
+    """Makes `ops.generator_head` use this path for any dtype; on a CPU with chunks of seven rows of 300 entries."""
     monkeypatch.setattr(cpu_ops, "CHUNK_BYTES", 7 * 384 * 4)
     monkeypatch.setattr(generator_head, "NARROW_DTYPES", DTYPES.get(request.param))
     with use_impl("kernel") if request.param in DTYPES else contextlib.nullcontext():
@@ -34,18 +34,18 @@ def path(request, monkeypatch):
 
 
 def call_of(num_rows, vocab_size, width, dtype=torch.float32, temperature=1.0, disallow_correct=False):
-    """x, table, bias, targets, weights, slots, key, and the options of samples."""
+    """Returns x, table, bias, targets, weights, slots, key, and the options for samples."""
     sizes = num_rows, width, vocab_size, temperature, disallow_correct
     return CASES["generator_head"].call(torch.device(DEVICE), dtype, *sizes)
 
 
 def make_inputs(*sizes):
-    """Without the key and what follows."""
+    """Returns the arguments before the key."""
     return tuple(x.detach() for x in call_of(*sizes).args[:6])
 
 
 def outcomes(call):
-    """Loss, samples, comparisons and gradients as this test's way computes them, by the reference, and in fp64."""
+    """Returns loss, samples, comparisons and gradients from this test's path, from the reference, and in fp64."""
     actual = call.outcome()
     with use_impl("reference"):
         return actual, call.outcome(), call.outcome(torch.float64)
@@ -55,8 +55,8 @@ def outcomes(call):
     ("row", "dtype"), [(0, None), *(pytest.param(row, None, marks=pytest.mark.slow) for row in (1, 2)),
                        pytest.param(3, torch.bfloat16, marks=pytest.mark.slow)]
 )  # fmt: skip
-def test_equals_the_reference(path, row, dtype):
-    """The sizes of the table; products of bf16 are wrong in the interpreter."""
+def test_equals_reference(path, row, dtype):
+    """For the sizes in the table of cases; Triton's interpreter computes bf16 products incorrectly."""
     case_dtype, *sizes = CASES["generator_head"].tested[row]
     call = CASES["generator_head"].call(torch.device(DEVICE), dtype if dtype and path == "cpu" else case_dtype, *sizes)
     actual, eager, exact = outcomes(call)
@@ -68,7 +68,7 @@ def test_equals_the_reference(path, row, dtype):
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("sizes", "key"), [((1, 30_522, 16), KEY), ((9, 300, 16), None)], ids=["whole", "no samples"])
 def test_without_gradient(sizes, key):
-    """Of the whole vocabulary, and without samples."""
+    """With the whole vocabulary, and without samples."""
     inputs = make_inputs(*sizes)
     loss, sample, correct = ops.generator_head(*inputs, key)
     with use_impl("reference"):
@@ -78,7 +78,7 @@ def test_without_gradient(sizes, key):
     assert sample is None if key is None else torch.equal(sample, expected[1])
 
 
-def test_cross_entropy_of_all_tokens_is_that_of_the_kernels():
+def test_cross_entropy_of_all_tokens_uses_the_kernels():
     x, table, bias, target, *_ = make_inputs(5, 300, 16)
     with use_impl("kernel"):
         nll, correct = vocabulary_nll(x, table, bias, target)
@@ -88,7 +88,7 @@ def test_cross_entropy_of_all_tokens_is_that_of_the_kernels():
 
 
 def test_confident_rows_have_a_precise_gradient():
-    """Where the target's probability is near 1 the gradient's two terms cancel; the rest must still be right."""
+    """If the target's probability is near 1, the gradient's two terms cancel, but the rest must still be right."""
     call = call_of(6, 200, 32, torch.float16)
     with torch.no_grad():
         call.args[2][call.args[3]] += 12.0
@@ -99,7 +99,7 @@ def test_confident_rows_have_a_precise_gradient():
 
 @pytest.mark.usefixtures("path")
 def test_samples_of_tiles_of_very_different_probability():
-    """Samples equal the reference's, whose distribution tests/ops/test_sampling.py checks."""
+    """Samples equal the reference's; tests/ops/test_sampling.py checks their distribution."""
     x, table, bias, *rest = make_inputs(40, 500, 16)
     bias[:] = -30.0
     likely = torch.tensor([0, 127, 128, 300, 301, 499], device=DEVICE)
@@ -111,10 +111,10 @@ def test_samples_of_tiles_of_very_different_probability():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="replaces the scan, which only the interpreter looks up at each call")
-def test_a_scan_that_is_not_monotone_draws_no_entry_of_probability_0(path, monkeypatch):
-    """Neither the target nor an entry past the vocabulary, where a compiled scan's sums may exceed those that follow.
+def test_non_monotone_scan_samples_no_entry_of_probability_0(path, monkeypatch):
+    """Neither the target nor an entry past the vocabulary, where sums of a compiled scan may exceed later ones.
 
-    They do by a rounding; here by a factor, so that few draws suffice.
+    The excess is a rounding; here it is a factor, so that few samples suffice.
     """
     owner, library = (torch.Tensor, torch) if path == "cpu" else (tl, tl)
 
@@ -129,7 +129,7 @@ def test_a_scan_that_is_not_monotone_draws_no_entry_of_probability_0(path, monke
 
 @pytest.mark.slow
 def test_block_sizes_change_no_sample(monkeypatch):
-    """Splits of the vocabulary, blocks of rows, chunks, batches: the same samples, losses and gradients."""
+    """Splits of the vocabulary, blocks of rows, chunks and batches give the same samples, losses and gradients."""
     call = call_of(21, 500, 16)
     with use_impl("kernel"):
         monkeypatch.setattr(generator_head, "NARROW_DTYPES", DTYPES["narrow"])
@@ -152,7 +152,7 @@ def test_block_sizes_change_no_sample(monkeypatch):
 
 
 @pytest.mark.usefixtures("path")
-def test_bits_repeat_and_saved_tensors_are_kept():
+def test_results_repeat_bitwise_and_saved_tensors_do_not_change():
     x, *rest = make_inputs(9, 300, 16)
     x.requires_grad_()
     first, second = (ops.generator_head(x, *rest, KEY)[0] for _ in range(2))
@@ -168,8 +168,8 @@ def test_argmax_of_equal_logits_is_the_first():
     assert correct.tolist() == [True, False, False, True]
 
 
-def test_logits_that_differ_by_less_than_their_exponentials_resolve():
-    """exp(a - b) of neighboring floats near 0 is 1: on a CPU too the argmax must be taken of the logits."""
+def test_argmax_distinguishes_logits_with_equal_exponentials():
+    """exp(a - b) is 1 for neighboring floats near 0, so the argmax must be computed from logits, on a CPU too."""
     x, table, bias, _, *rest = (tensor.cpu() for tensor in make_inputs(2, 300, 16))
     bias = bias.clamp(max=-1.0)
     bias[7] = 0.05
@@ -180,7 +180,7 @@ def test_logits_that_differ_by_less_than_their_exponentials_resolve():
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.slow
-def test_registered_for_autograd_and_compilation(path):
+def test_is_registered_for_autograd_and_compilation(path):
     x, table, bias, target, weight, slots = make_inputs(3, 140, 16)
     leaves = [tensor.requires_grad_() for tensor in (x, table, bias)]
     end = (KEY, 1.0, False, True)
@@ -220,7 +220,7 @@ def test_chunks_are_bounded():
 PRODUCTS = ("_lse_sample_kernel", "_table_gradient_kernel")
 
 
-# All kernels of both paths; products at a temperature, and where the widest path depends on the GPU's shared memory.
+# All kernels of both paths, with a temperature, and sizes at which the path depends on the GPU's shared memory.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "temperature", "target", "only"),
@@ -249,8 +249,8 @@ def test_compiles_ahead_of_time(width, temperature, target, only):
     assert codes.keys().isdisjoint(PRODUCTS) != is_narrow
     for name, code in codes.items():
         if name in PRODUCTS:
-            # At a temperature there are two maxima and two sums beside the largest accumulator. GPUs before Hopper
-            # have smaller tiles of products, for which about 14 of 255 registers may spill.
+            # With a temperature, there are two maxima and two sums next to the largest accumulator. GPUs before Hopper
+            # have smaller tiles of products, and about 14 of 255 registers may spill.
             code.check(1, max_spilled_bytes=64 if target == 89 else 256 if temperature != 1.0 else 0)
             assert code.tensor_core_instructions > 0
         else:

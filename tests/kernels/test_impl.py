@@ -1,4 +1,4 @@
-"""The switch between kernels and references: it selects, reaches every operation, and survives torch.compile."""
+"""The switch between kernels and references: it selects, reaches every operation, and works with torch.compile."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from electra_fast.ops import cpu_ops
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout, use_choices, use_impl, uses_kernels
 
-# The first launcher that an operation calls, where it is not named as the operation, or the operation has several.
+# The first launcher that an operation calls, if it has another name than the operation, or there are several.
 LAUNCHERS = {
     ("attention", "kernel"): "short_attention",
     ("self_attention", "kernel"): "short_attention",
@@ -35,7 +35,7 @@ FORWARD = [
 
 
 class Called(Exception):
-    """The name of the implementation that was called."""
+    """Raised with the name of the implementation that was called."""
 
 
 def refuse(name):
@@ -47,7 +47,7 @@ def refuse(name):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Launchers say which was called."""
+    """Makes launchers raise `Called`."""
     for name in FORWARD:
         monkeypatch.setattr(launchers, name, refuse(name))
 
@@ -88,17 +88,17 @@ def test_every_launcher_has_an_operation_in_the_table():
     assert CASES.keys() == ops.OPERATIONS - {
         "vocabulary_nll",
         "disentangled_attention",
-    }  # which have no kernels of their own
+    }  # these have no separate kernels
 
 
 def test_dropout_without_a_key_has_no_kernel(monkeypatch):
-    """torch's own generator draws the mask."""
+    """torch's generator draws the mask."""
     monkeypatch.setattr(launchers, "dropout", refuse("kernel"))
     with use_impl("kernel"):
         assert ops.dropout(zeros(4, 8) + 1, Dropout(0.5)).unique().tolist() == [0, 2]
 
 
-def test_nests_and_is_restored_after_an_error():
+def test_contexts_nest_and_restore_after_an_error():
     x = zeros(1)
     default = uses_kernels(x, "dropout")
     with use_impl("kernel"):
@@ -119,7 +119,7 @@ def test_compiled_code_follows_the_switch(monkeypatch):
             assert (compiled(x) == expected).all()
 
 
-def test_refuses_kernels_where_there_are_none_and_unknown_names(monkeypatch):
+def test_rejects_unavailable_kernels_and_unknown_names(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match='impl = "kernel": needs a CUDA device'), use_impl("kernel"):

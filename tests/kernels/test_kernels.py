@@ -1,4 +1,4 @@
-"""Every kernel of the table of cases: against its reference, in any layout, registered, and compiled for GPUs."""
+"""Every kernel in the table of cases: against its reference, in any layout, registered, and compiled for GPUs."""
 
 import importlib
 import pkgutil
@@ -23,15 +23,15 @@ from electra_fast.kernels import (
 )
 from electra_fast.ops.operations import use_choices, use_impl
 
-# The reference's error may be exceeded by so much, and by some last places of fp32 relative to the largest value.
+# Allowed excess over the reference's error: this factor, and a few last places of fp32 relative to the largest value.
 ALLOWED = 1.5
 FP32_ROUNDING = 4e-7
-# Products by tensor cores, of which some kernels have none of fp32 factors on a GPU.
+# Products on tensor cores; some kernels have none for fp32 factors on a GPU.
 WITH_PRODUCTS = {"self_attention", "attention", "feed_forward", "gated_feed_forward", "rotary_qkv"}
 
 
 def rows():
-    """The first sizes of each operation in the fast tier."""
+    """Returns the first sizes of each operation in the fast tests."""
     for name, entry in CASES.items():
         for number, row in enumerate(entry.tested):
             marks = pytest.mark.slow if number else ()
@@ -49,7 +49,7 @@ def by_kernel(call, kernel="kernel"):
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """So that a program has several tiles."""
+    """Limits the programs, so that each has several tiles."""
     for module in pkgutil.iter_modules(electra_fast.kernels.__path__):
         loaded = importlib.import_module(f"electra_fast.kernels.{module.name}")
         if hasattr(loaded, "resident_programs") and module.name != "launch":
@@ -58,8 +58,8 @@ def few_programs(monkeypatch):
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("name", "dtype", "sizes"), [*rows()])
-def test_equals_its_reference(name, dtype, sizes):
-    """Outputs and every gradient, both against the reference in fp64."""
+def test_equals_reference(name, dtype, sizes):
+    """Compares outputs and every gradient, relative to the reference in fp64."""
     call = call_of(name, dtype, sizes)
     with use_impl("reference"):
         truth = call.outcome(torch.float64)
@@ -71,7 +71,7 @@ def test_equals_its_reference(name, dtype, sizes):
 
 
 def strided(x):
-    """Matrices in column order, and every other element of ids; other vectors are parameters."""
+    """Returns matrices in column order, and every other element of ids; other vectors are parameters."""
     if not isinstance(x, torch.Tensor) or x.dim() not in (1, 2):
         return x
     if x.dim() == 2:
@@ -79,10 +79,10 @@ def strided(x):
     return x if x.is_floating_point() or x.numel() < 4 else torch.stack((x, x), 1)[:, 0]  # a key has three numbers
 
 
-# Products of torch, of which the sublayer of attention has several, sum in another order by layout.
+# The attention sublayer has several of torch's products, whose order of sums depends on the layout.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("linear", "attention")])
-def test_strides_do_not_matter_and_bits_repeat(name, monkeypatch):
+def test_results_do_not_depend_on_strides_and_repeat_bitwise(name, monkeypatch):
     dtype, *sizes = CASES[name].tested[0]
     call = call_of(name, dtype, sizes)
     for kernel in call.kernels:
@@ -90,9 +90,9 @@ def test_strides_do_not_matter_and_bits_repeat(name, monkeypatch):
             expected = call.outcome()
             assert_same_bits(call.outcome(), expected)
             for launcher, launch in vars(launchers).items():
-                # These work in place, and on what kernels write.
+                # These work in place, or on outputs of kernels.
                 if callable(launch) and launcher not in ("rotate_qkv_", "partial_sums"):
-                    end = 3 if launcher == "embedding_norm" else None  # then its tables, which are parameters
+                    end = 3 if launcher == "embedding_norm" else None  # its tables follow, which are parameters
 
                     def launch_strided(*args, launch=launch, end=end):
                         return launch(*map(strided, args[:end]), *(args[end:] if end else ()))
@@ -103,7 +103,7 @@ def test_strides_do_not_matter_and_bits_repeat(name, monkeypatch):
 
 
 class Operators(TorchDispatchMode):
-    """Keeps the calls of our operators."""
+    """Records the calls of our operators."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "linear"])
 def test_is_registered(name):
-    """The schema of each operator, forward and backward, and the shapes that it promises to torch.compile."""
+    """Checks the schema of each operator, forward and backward, and the shapes declared to torch.compile."""
     dtype, *sizes = CASES[name].tested[0]
     call = call_of(name, dtype, sizes)
     for kernel in call.kernels:
@@ -141,7 +141,7 @@ BLOCKED = {f"_blocked_attention_{which}_kernel": 2 for which in ("forward", "que
 
 
 def programs_of_matmul_gelu(code, width, kernel, gated):
-    """As many as the launcher assumes to fit."""
+    """Returns the number of programs that fit according to the launcher."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(electra_fast.kernels.launch, "card", lambda _: card_of_target(code.target))
         return matmul_gelu.tiling(zeros(1, width, dtype=BF16), gated, kernel == "pipelined")[1]
@@ -154,8 +154,8 @@ NARROW = dict.fromkeys(
     ("_narrow_feed_forward_forward_kernel", "_input_gradient_kernel", "_weight_gradient_kernel"),
     lambda code: 8 // code.num_warps,
 ) | {"_partial_sums_kernel": 3}
-# An operation (and its kernel) for a target by sizes: its kernels, and the programs of each that must fit into a
-# multiprocessor. With all that takes registers: every operand, dropout, the largest row and head.
+# An operation, kernel, target and sizes, with the kernels and the programs of each that must fit into a
+# multiprocessor; with everything that needs registers: every operand, dropout, the largest row and head.
 COMPILED = [
     ("dropout", "kernel", 90, (32, 256, 0.1), {"_dropout_kernel": 8}),
     ("residual_norm", "kernel", 90, (32, 16, 1024, 0.1), NORM),
@@ -201,7 +201,7 @@ COMPILED = [
       ((90, 256, 704), (89, 256, 704), (80, 128, 352))),
     ("gated_feed_forward", "pipelined", 90, (128, 256, 704, False, 0.0), GELU),
 ]  # fmt: skip
-# Bytes per thread that are spilled at most; those of the gradient of x of the gated narrow one by Triton 3.6 alone.
+# Largest spills in bytes per thread; the gradient of x in the gated narrow kernel spills only with Triton 3.6.
 SPILLED = {("embedding_norm", "kernel"): 8, ("gated_feed_forward", "narrow"): 104}
 WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
 
@@ -213,7 +213,7 @@ WITHOUT_TENSOR_CORES = {"_partial_sums_kernel", *NORM}
     ids=[f"{case[:2]} {case[2]}" for case in COMPILED],
 )
 def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
-    """Without spills, and as many programs fit as the launcher assumes."""
+    """The code has no spills, and the number of programs that the launcher assumes fits."""
     call = CASES[name].call(torch.device(DEVICE), BF16, *sizes)
     with by_kernel(call, kernel):
         codes = compile_launches(call.run, target, tuple(programs))
@@ -228,7 +228,7 @@ def test_compiles_ahead_of_time(name, kernel, target, sizes, programs):
 
 
 def test_sums_of_rows():
-    """More rows than an iteration has, fewer, none; columns that end within a block, and wider blocks."""
+    """More rows than in one iteration, fewer, and none; columns that end within a block, and wider blocks."""
     random = torch.Generator().manual_seed(0)
     for shapes in (((600, 70), (3, 96)), ((1, 5), (257, 64)), ((0, 32), (2, 1)), ((130, 9000), (2, 1))):
         matrices = [torch.randn(shape, generator=random).to(DEVICE) for shape in shapes]
@@ -239,13 +239,13 @@ def test_sums_of_rows():
 @pytest.mark.parametrize(
     ("target", "width", "expected"), [(75, 64, False), (80, 256, True), (80, 257, False), ("gfx942", 256, True)]
 )
-def test_a_gelu_in_a_product_is_profitable_where_there_are_tensor_cores(monkeypatch, target, width, expected):
+def test_gelu_fusion_is_profitable_with_tensor_cores(monkeypatch, target, width, expected):
     monkeypatch.setattr(electra_fast.kernels.launch, "card", lambda _: card_of_target(target))
     assert matmul_gelu.is_profitable(zeros(1, width)) == expected
 
 
-def test_a_gelu_in_a_product_takes_what_is_not_rounded():
-    """It takes the fp32 product and the bias gradient sums fp32 values: eager PyTorch's errors hide both."""
+def test_fused_gelu_reads_fp32_product():
+    """It reads the fp32 product, and the bias gradient sums fp32 values; eager PyTorch's errors would hide both."""
     call = CASES["bias_gelu"].call(torch.device(DEVICE), FP16, 100, 64, 96, True)
     x, weight, bias = (tensor.detach() for tensor in call.args)
     weight, next_weight = weight.half(), weight.half().T.contiguous()

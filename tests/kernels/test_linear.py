@@ -1,4 +1,4 @@
-"""Linear layers with fp32 weights and 16-bit activations: gradients, and casts that are never out of date."""
+"""Linear layers with fp32 weights and 16-bit activations: gradients, and casts that are always current."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def normal(*shape, seed):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((300, 24), torch.bfloat16), ((7, 9, 24), torch.float16)])
-def test_gradients_of_weights_are_not_rounded(shape, dtype):
-    """Sums in fp32, of weights and biases as the activations' dtype rounds them."""
+def test_weight_gradients_are_not_rounded(shape, dtype):
+    """Sums are in fp32, for weights and biases rounded to the activations' dtype."""
     weight, bias = (normal(*sizes, seed=len(sizes)).to(dtype).float() for sizes in ((40, 24), (40,)))
     call = Call("linear", linear, (normal(*shape, seed=0).to(dtype), weight, bias), dtype=dtype)
     call.args = tuple(x.requires_grad_() for x in call.args)
@@ -32,7 +32,7 @@ def test_gradients_of_weights_are_not_rounded(shape, dtype):
         assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-def test_computes_only_the_gradients_that_are_wanted():
+def test_computes_only_needed_gradients():
     x = normal(5, 8, seed=0).bfloat16()
     weight = normal(4, 8, seed=1).requires_grad_()
     with use_impl("kernel"):
@@ -40,7 +40,7 @@ def test_computes_only_the_gradients_that_are_wanted():
     assert x.grad is None and weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-def test_casts_are_made_anew_for_each_context_and_used_in_it_alone():
+def test_casts_are_renewed_per_context_and_used_only_there():
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(DEVICE)
     with use_impl("kernel"):
         casts = WeightCasts(model, torch.bfloat16)
@@ -54,10 +54,10 @@ def test_casts_are_made_anew_for_each_context_and_used_in_it_alone():
                 assert cast(model[2].weight, torch.float16).dtype == torch.float16
             fresh = cast(model[2].weight, torch.bfloat16)
             assert torch.equal(fresh, copies[-1]) and fresh.data_ptr() != copies[-1].data_ptr()
-        assert copies[0].data_ptr() == copies[1].data_ptr()  # which a captured graph relies on
+        assert copies[0].data_ptr() == copies[1].data_ptr()  # a captured graph relies on this
 
 
-def test_a_context_ends_with_an_error_and_casts_nothing_where_nothing_is_cast():
+def test_context_ends_after_an_error_and_skips_needless_casts():
     model = nn.Linear(6, 5)
     for impl, dtype, enabled in (("reference", torch.bfloat16, True), ("kernel", torch.float32, True),
                                  ("kernel", torch.bfloat16, False)):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Both architectures compute the same by kernels and by references, dropout included."""
+"""Both architectures give equal results with kernels and with references, including dropout."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def tiny_model(architecture, tying="embeddings"):
     generator = dataclasses.replace(config.generator, fraction=1.0 if tying == "all" else 0.5, num_layers=0)
     network = Electra(dataclasses.replace(config, model=model, generator=generator)).to(DEVICE)
     random = torch.Generator().manual_seed(0)
-    with torch.no_grad():  # a new `modern` is the identity, which would hide errors in its layers
+    with torch.no_grad():  # a new `modern` encoder is the identity, which would hide errors in its layers
         for parameter in network.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=random).to(DEVICE)
     return network
@@ -62,7 +62,9 @@ def logits_and_gradients(model, key=KEY, replaced_logits=replaced_logits):
     return [x.detach() for x in logits], {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")  # torch 2.11's own
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning"
+)  # raised in torch 2.11
 @pytest.mark.parametrize(
     ("architecture", "tying"), [pytest.param("bert", "all", marks=pytest.mark.slow), ("modernbert", "none")]
 )
@@ -84,7 +86,7 @@ def test_kernels_equal_references_and_compile_without_a_graph_break(architecture
 
 
 def spy_on_dropout(monkeypatch, *names):
-    """The `Dropout` of every call of these operations, which is their last positional argument."""
+    """Records the `Dropout` of every call of these operations, their last positional argument."""
     seen = []
 
     def watched(original):
@@ -95,7 +97,7 @@ def spy_on_dropout(monkeypatch, *names):
     return seen
 
 
-def test_every_dropout_has_its_own_call_index(monkeypatch):
+def test_every_dropout_has_a_distinct_call_index(monkeypatch):
     """In both networks of a step, even if they are one module."""
     seen = spy_on_dropout(monkeypatch, "dropout_reference")
     with use_impl("reference"):
@@ -104,7 +106,7 @@ def test_every_dropout_has_its_own_call_index(monkeypatch):
     assert len(call_indices) == len(set(call_indices)) == 2 * (1 + 2 * 2)
 
 
-def test_objective_passes_the_key_down(monkeypatch):
+def test_objective_passes_the_dropout_key(monkeypatch):
     rng_key = RngKey(torch.tensor([5, 11], device=DEVICE), torch.tensor(4))
     if DEVICE == "cpu":
         assert rng_key.dropout_key(LENGTH) is None

@@ -1,4 +1,4 @@
-"""What the table of cases does not show of a kernel: missing operands, edges of values and of rows, limits."""
+"""Kernels in cases that the table of cases lacks: missing operands, extreme values and rows, limits."""
 
 import itertools
 
@@ -50,7 +50,7 @@ class TestDropout:
         neighbors = (mask[:, 1:] & mask[:, :-1]).float().mean()
         assert abs(neighbors - 0.81) < 0.002
 
-    def test_every_key_and_call_index_has_its_own_mask(self):
+    def test_masks_differ_by_key_and_call_index(self):
         keys = [KEY + torch.tensor(delta, device=DEVICE) for delta in ([0, 0, 0], [1, 0, 0], [2**32, 0, 0], [0, 1, 0])]
         masks = [self.keep_mask(40, 256, Dropout(0.5, key, index)) for key in keys for index in (0, 1, 1 << 15)]
         for one, other in itertools.combinations(masks, 2):
@@ -61,10 +61,10 @@ class TestDropout:
         later = KEY + torch.tensor([0, 0, 20], device=DEVICE)
         assert torch.equal(whole[20:], self.keep_mask(10, 64, Dropout(0.5, later, 2)))
 
-    def test_without_a_key_torch_draws(self):
+    def test_without_key_torch_draws_the_mask(self):
         x = torch.ones(50, 8, device=DEVICE)
         torch.manual_seed(3)
-        with use_impl("reference"):  # a CPU draws in a form of its own: tests/ops/test_cpu_ops.py
+        with use_impl("reference"):  # tests/ops/test_cpu_ops.py tests the CPU form
             actual = ops.dropout(x, Dropout(0.3, None, 9))
         torch.manual_seed(3)
         assert torch.equal(actual, torch.nn.functional.dropout(x, 0.3))
@@ -73,8 +73,8 @@ class TestDropout:
 
 class TestNorms:
     @pytest.mark.parametrize("has", ["bias", "residual", "norm bias"])
-    def test_parts_may_be_missing(self, has):
-        """One of them alone is there."""
+    def test_operands_may_be_missing(self, has):
+        """Tests each operand alone."""
         h = normal(33, 96)
         residual = normal(33, 96, seed=1)
         bias, weight, norm_bias = (normal(96, seed=seed) for seed in (2, 3, 4))
@@ -95,7 +95,7 @@ class TestNorms:
         assert excess(Call("", kernel, inputs).outcome(), eager.outcome(), truth, 1.5, 4e-7) <= 1
 
     def test_zero_variance_and_large_means(self):
-        """Rows without variance, where eps decides, and a mean much larger than the standard deviation."""
+        """Rows without variance, so that eps decides, and a mean much larger than the standard deviation."""
         x = normal(8, 128)
         weight = normal(128, seed=1)
         norm_bias = normal(128, seed=2)
@@ -106,7 +106,7 @@ class TestNorms:
         assert residual_norm.layer_norm(x.view(2, 4, 128), weight, None, 1e-5).shape == (2, 4, 128)
 
     def test_sums_by_position_in_chunks(self, monkeypatch):
-        """Chunks and blocks that divide nothing evenly; a position without tokens gets 0."""
+        """With chunks and blocks that do not divide evenly; a position without tokens gets 0."""
         monkeypatch.setattr(embedding_norm, "resident_programs", lambda *_: 30)
         random = torch.Generator().manual_seed(0)
         dz = torch.randn(900, 72, generator=random)
@@ -116,7 +116,7 @@ class TestNorms:
         torch.testing.assert_close(sums.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
         assert (sums[130:] == 0).all()
 
-    def test_the_dtype_of_ids_does_not_matter(self):
+    def test_result_does_not_depend_on_dtype_of_ids(self):
         call = call_of("embedding_norm", 50, 64, 300, 32, 0.1)
         with use_impl("kernel"):
             expected = call.outcome()
@@ -124,7 +124,7 @@ class TestNorms:
             assert_same_bits(call.outcome(), expected)
 
 
-def test_thresholds_of_samples_at_and_beside_the_word_that_is_drawn():
+def test_alias_thresholds_near_the_drawn_word():
     """The comparison is strict and unsigned: words above 2^31 are not negative."""
     slot_M = torch.arange(64, device=DEVICE)
     key = KEY[:2]
@@ -150,8 +150,8 @@ def test_large_ids_do_not_wrap():
 
 
 class TestShortAttention:
-    def test_past_the_end_of_a_row_nothing_counts(self):
-        """Neither positions up to the block's end nor the neighboring row, whatever they hold."""
+    def test_values_past_the_row_end_are_ignored(self):
+        """Neither positions up to the block's end nor values of the neighboring row have an effect."""
         width = 48
         mask = call_of("self_attention", 3, 17, 3, 16, True, False, 9, 0.1).args[3]
         product, dout = (normal(51, n, seed=n).to(DOT_DTYPES[1]) for n in (3 * width, width))
@@ -168,7 +168,7 @@ class TestShortAttention:
         dout[34:] = torch.nan
         assert_same_bits(rows(), expected)
 
-    def test_refuses_what_it_has_no_kernel_for(self):
+    def test_unsupported_sizes_are_rejected(self):
         assert (MAX_SHORT_ROW, MAX_SHORT_HEAD) == (short_attention.MAX_LENGTH, short_attention.MAX_HEAD_DIM)
         assert short_attention.MAX_WHOLE_ROW == MAX_PROVEN_ROW
         options = (None, None, 1, None, 0.0, None, 0)
@@ -189,7 +189,7 @@ def _visited(ids_ptr, found_ptr, LENGTH: tl.constexpr, BLOCK_L: tl.constexpr, OW
 class TestBlockedAttention:
     @pytest.fixture(autouse=True)
     def small_blocks(self, monkeypatch):
-        """So that short rows have several, with dropout of half as many keys."""
+        """Makes blocks small, so that short rows have several; with dropout, blocks of keys are half as long."""
         monkeypatch.setattr(short_attention, "has_whole_rows", lambda *_: False)
         for name, rows, other in (("FORWARD", 16, 32), ("BACKWARD", 32, 32)):
             tile = {"OWN": rows, "OTHER": other, "num_warps": 4, "num_stages": 1}
@@ -205,7 +205,7 @@ class TestBlockedAttention:
             pytest.param((3, 1, 2, 16, True, False, 0, 0.0), marks=pytest.mark.slow),
         ],
     )
-    def test_equals_the_reference(self, sizes):
+    def test_equals_reference(self, sizes):
         """Segments that cross blocks, that end with one, that have one token, and padding."""
         call = call_of("self_attention", *sizes, dtype=DOT_DTYPES[0])
         with use_impl("reference"):
@@ -215,8 +215,8 @@ class TestBlockedAttention:
             assert excess(call.outcome(), eager, truth, 1.5, 4e-7) <= 1
 
     @pytest.mark.parametrize("window", [None, 3])
-    def test_visits_what_shares_a_segment_with_a_block(self, window):
-        """Padding among it, which does not share one with the first segment; the row ends within a block."""
+    def test_visits_blocks_that_share_a_segment(self, window):
+        """Also padding, which shares none with the first segment; the row ends within a block."""
         ids = [1] * 21 + [2] * 11 + [3] + [4] * 18 + [0] * 8
         ranges = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
         _visited[(4,)](torch.tensor(ids, device=DEVICE), ranges, 59, 64, 16, window)
@@ -227,7 +227,7 @@ class TestBlockedAttention:
             assert (begin, end) == (shared[0] // 4 * 4, shared[-1] + 1)
 
     def test_ids_need_not_ascend(self):
-        """A segment that padding interrupts is one, as in the reference."""
+        """A segment that padding interrupts is one segment, as in the reference."""
         call = call_of("self_attention", 1, 64, 1, 16, False, False, 0, 0.0)
         call.args[3].segment_ids_BL[:] = torch.tensor([3, 1, 0, 3], device=DEVICE).repeat_interleave(16)
         with use_impl("reference"):
@@ -240,10 +240,10 @@ class TestSublayers:
     in_fp32 = pytest.mark.skipif(DEVICE == "cuda", reason="compares in fp32, which not all kernels have on a GPU")
 
     @in_fp32
-    def test_gradients_of_what_is_used_again(self):
-        """By three sublayers in a row, and beside them: none changes a gradient that another one still needs.
+    def test_gradients_of_reused_inputs(self):
+        """Three sublayers in a row, and parallel ones, change no gradient that another one still needs.
 
-        Without dropout, where the two gradients of a residual norm are one tensor.
+        Without dropout, the two gradients of a residual norm are one tensor.
         """
         inner = [call_of("feed_forward", 70, 32, 64, 0.0) for _ in range(2)]
         middle = call_of("attention", 3, 24, 2, 16, 0.0)
@@ -281,7 +281,7 @@ class TestSublayers:
             (expected,) = torch.autograd.grad(call.function(x, weights, *rest).sum(), x)
         torch.testing.assert_close(dx, expected, rtol=1e-3, atol=1e-4)
 
-    def test_widths_of_the_narrow_one(self, monkeypatch):
+    def test_widths_of_the_narrow_kernel(self, monkeypatch):
         x = torch.empty(5, 64)
         supports = narrow_feed_forward.supports
         assert supports(x, 256) and supports(x[:, :16], 64) and supports(x, 176, True)

@@ -1,4 +1,4 @@
-"""Whole training steps by kernels: the losses, totals and weights of the references."""
+"""Whole training steps with kernels have the losses, totals and weights of the references."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ from electra_fast.training.parallel_step import create_step
 
 
 def trained(corpus, config, attention="sdpa"):
-    """Weights and totals at the end of the run."""
+    """Returns weights and totals at the end of the run."""
     model = ef.Electra(config).to(DEVICE).train()
     optimizer = Optimizer(model.named_parameters(), config.optimizer)
     step = create_step(model, optimizer, config, ComputeConfig(attention, torch.float32), "eager", num_processes=1)
     loader = ef.BatchLoader(corpus, sequence_length=32, batch_size=4)
     for number, rows in zip(range(config.train.steps), loader, strict=False):
         step(rows, number)
-    for parameter in model.parameters():  # as torch's fused AdamW demands on CUDA
+    for parameter in model.parameters():  # as torch's fused AdamW requires on CUDA
         assert parameter.grad is None or parameter.grad.stride() == parameter.stride()
     return model.state_dict(), step.read_totals()
 
@@ -36,7 +36,7 @@ def config(tiny_corpus):
 MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct": "true"}}
 
 
-# The one on two stages has those of the others.
+# The objective with two stages has the operations of the others.
 @pytest.mark.parametrize(
     "name",
     [
@@ -45,7 +45,7 @@ MORE = {"electra": {"objective.temperature": "1.5", "objective.disallow_correct"
         if name != "two-stage"
     ],
 )
-def test_equals_the_references(tiny_corpus, config, name):
+def test_equals_references(tiny_corpus, config, name):
     check(tiny_corpus, config.override(DIFFERENT[name] | MORE.get(name, {})))
 
 
@@ -54,7 +54,7 @@ def check(corpus, config, attention="sdpa"):
         weights, totals = trained(corpus, config)
     with use_impl("kernel"):
         by_kernels, their_totals = trained(corpus, config, attention)
-    # Counts are equal unless a sample fell on a tie; losses and norms differ by rounding.
+    # Counts are equal unless there is a tie in a sample; losses and norms differ by rounding.
     assert their_totals == pytest.approx(totals, rel=1e-4, abs=1e-3)
     assert totals["grad_norm"] > 0
     for name, weight in weights.items():
@@ -65,5 +65,5 @@ def check(corpus, config, attention="sdpa"):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compares in fp32, which this backend has not on a GPU")
 def test_short_attention_equals_its_reference(tiny_corpus, config):
-    """With two networks, without dropout, whose keys only kernels have on a CPU."""
+    """With two networks and without dropout, whose keys only kernels have on a CPU."""
     check(tiny_corpus, config.override({"model.architecture": "modernbert"}), "short")

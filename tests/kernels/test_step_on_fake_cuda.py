@@ -1,7 +1,7 @@
-"""A training step on CUDA tensors without data: devices, dtypes and shapes of the code that only runs on a GPU.
+"""A training step on CUDA tensors without data: devices, dtypes and shapes of the code that runs only on a GPU.
 
-Fake tensors claim to be on a GPU, so kernels and the flash backend are chosen and their registered shapes
-are used. Autograd's engine needs a real device; the backward passes are tested in the interpreter.
+Fake tensors claim to be on a GPU, so kernels and the flash backend are chosen and their registered shapes are used.
+Autograd's engine needs a real device; the interpreter tests the backward passes.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ CUDA = torch.device("cuda:0")
 
 
 def on_cuda(x):
-    """A tensor without data, in the fake mode that is active."""
+    """Returns a tensor without data, in the active fake mode."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
 
 
@@ -52,19 +52,19 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real thin
         ("deberta", "sdpa", 0.1, "adamw"),
     ],
 )
-def test_a_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
+def test_step_stays_on_the_device(tiny_corpus, recipe, attention, dropout, optimizer, monkeypatch):
     changes = {"optimizer.name": optimizer, "model.dropout": dropout, "model.attention_dropout": dropout}
     config = ef.Config.preset("tiny", recipe).override(changes).resolved()
     check_step(tiny_corpus, config, attention, monkeypatch)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_step_of_every_objective_stays_on_the_device(tiny_corpus, name, monkeypatch):
+def test_every_objective_stays_on_the_device(tiny_corpus, name, monkeypatch):
     check_step(tiny_corpus, ef.Config.preset("tiny", "google").override(DIFFERENT[name]), "short", monkeypatch)
 
 
 def fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, **_):
-    """The requirements of CUDA's kernel, which has no fake form where the learning rate is a tensor."""
+    """Checks the requirements of CUDA's kernel, which has no fake form if the learning rate is a tensor."""
     lists = (gradients, exp_avgs, exp_avg_sqs)
     assert not max_exp_avg_sqs and len(steps) == len(parameters)
     for parameter, *rest in zip(parameters, *lists, strict=True):
@@ -84,7 +84,7 @@ def move(network):
 
 
 def check_step(tiny_corpus, config, attention, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # asked by torch's flash attention
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # torch's flash attention reads it
     monkeypatch.setattr(launch, "card", lambda _: Card("H200", (9, 0)))
     monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
     config = config.override({"model.vocab_size": ef.Corpus(tiny_corpus).vocab_size})
@@ -120,7 +120,7 @@ GRID += [("google", "H100", changes) for changes in DIFFERENT.values()]
 
 
 class FinishedCheck(Checker):
-    """Finds every kernel right, and faster than its reference; `expected` has the calls outside of fused sublayers."""
+    """Reports every kernel as right and faster than its reference; `expected` has calls outside of fused sublayers."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -139,7 +139,7 @@ class FinishedCheck(Checker):
             self.depth -= is_fused
 
     def _compare(self, key, reference, calls):
-        """Also compares what kernels, the reference and fp32 give: forward, since autograd's engine needs a device."""
+        """Also compares kernels, the reference and fp32, but only forward, since autograd's engine needs a device."""
         if self.compares_shapes:
             of_reference = self.results(reference)
             assert [x[0] for x in self.results(reference, dtype=torch.float32)] == [x[0] for x in of_reference]
@@ -193,11 +193,11 @@ def checked(check, step, config, compute, backends=(), compares_shapes=False):
     ("recipe", "card", "changes"),
     [pytest.param(*case, marks=() if case[1:] == ("H100", {}) else pytest.mark.slow) for case in GRID],
 )
-def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
-    """Operations by number, and for each that was found faster by a kernel, the kernel.
+def test_step_makes_the_checked_calls(recipe, card, changes, monkeypatch):
+    """Checks the number of each operation's calls, and the kernel of each operation that was faster with one.
 
-    Each recipe on each card, by the attention that is the fastest there; other backends and every operation of the
-    objectives on one. (`flex` and `xformers` take no such tensors; they call the operations that `varlen` calls.)
+    Each recipe runs on each card with its fastest attention; other backends and every operation of the objectives
+    run on one. (`flex` and `xformers` do not accept such tensors; they call the same operations as `varlen`.)
     """
     pretend(monkeypatch, card)
     keys = {"model.num_layers": "2" if "model.local_attention" in changes else "1", "model.vocab_size": "300"}
@@ -218,11 +218,11 @@ def test_a_step_calls_what_its_check_said(recipe, card, changes, monkeypatch):
 
         def count(name, function, args, kwargs):
             before = launches.number
-            found = function(*args, **kwargs)
-            if name != "linear":  # whose kernel is torch's
+            output = function(*args, **kwargs)
+            if name != "linear":  # its kernel is torch's
                 calls[key_of(name, args)] += 1
                 launched[key_of(name, args)] += launches.number > before
-            return found
+            return output
 
         with use_choices(chosen), Launches() as launches, observe(count):
             casts = WeightCasts(step._model, compute.dtype)
@@ -247,8 +247,8 @@ TASKS += [(recipe, "tagging", head) for recipe, head in (("google", "transformer
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 @pytest.mark.parametrize(("recipe", "kind", "head"), TASKS)
-def test_fine_tuning_calls_what_the_check_of_its_encoder_knows(recipe, kind, head, attention, monkeypatch):
-    """Strictly: another operation would be an error."""
+def test_fine_tuning_makes_only_checked_calls(recipe, kind, head, attention, monkeypatch):
+    """Strictly: another operation would raise an error."""
     pretend(monkeypatch, "H100")
     shape = ef.Config.preset("tiny", recipe).override({"model.num_layers": "2", "model.vocab_size": "300"}).model
     compute = ComputeConfig(attention, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""The attention backends against the written-out reference, on one ragged batch with padding tails.
+"""Attention backends against the explicit reference, on one ragged batch with padded row ends.
 
-Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are compared on a GPU only; elsewhere
-their masks, arguments and errors are tested.
+Kernels that need a GPU (`varlen`, `xformers`, compiled `flex`) are compared only on a GPU; elsewhere their masks,
+arguments and errors are tested.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from electra_fast.ops.operations import Dropout
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-# Those of queries, keys and values; `short` takes what they come from, and its kernel has tests of its own.
+# Backends that read queries, keys and values; `short` reads the qkv product, and its kernel has separate tests.
 SEPARATE = [name for name in BACKENDS if name != "short"]
 WINDOWED = [name for name in SEPARATE if BACKENDS[name].has_windows]
 eager_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -41,7 +41,7 @@ HEAD_DIM = 32
 
 
 def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
-    """Segment ids [B, L] (0 = padding) and cu_seqlens, with T repeated `num_spare` more times at its end."""
+    """Returns segment ids [B, L] (0 = padding) and cu_seqlens, with T repeated `num_spare` more times at its end."""
     ids = torch.zeros(len(LENGTHS), LENGTH, dtype=torch.int32)
     borders = [0]
     for row, lengths in enumerate(LENGTHS):
@@ -54,14 +54,14 @@ def ragged(num_spare: int = 0, device: torch.device = CPU) -> tuple[Tensor, Tens
 
 
 def random_qkv(dtype: torch.dtype, device: torch.device = CPU) -> list[Tensor]:
-    """Queries, keys and values, views of one tensor as in the layers."""
+    """Returns queries, keys and values, views of one tensor as in the layers."""
     random = torch.Generator().manual_seed(1)
     qkv = torch.randn(len(LENGTHS) * LENGTH, 3, NUM_HEADS, HEAD_DIM, generator=random, dtype=torch.float64)
     return list(qkv.to(device, dtype).unbind(1))
 
 
 def outcome(qkv: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
-    """Output, and the gradients of a weighted sum of it."""
+    """Returns the output, and the gradients of a weighted sum of it."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = attend(*leaves)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(out)
@@ -75,7 +75,7 @@ def truth(dtype: torch.dtype, device: torch.device = CPU, window: int | None = N
 
 
 def packed_mask(backend: str, window: int | None, device: torch.device = CPU, num_spare: int = 0) -> AttentionMask:
-    """The mask of the ragged batch, or the local one with this window."""
+    """Returns the mask of the ragged batch, or the local one with this window."""
     packed = AttentionMask.packed(*ragged(num_spare, device), backend, 2 * (window or 0))
     if window is None:
         return packed
@@ -83,8 +83,8 @@ def packed_mask(backend: str, window: int | None, device: torch.device = CPU, nu
     return packed.local
 
 
-def test_the_reference_attends_within_the_window() -> None:
-    """Written out for one token at a time."""
+def test_reference_attends_within_the_window() -> None:
+    """Compared with an explicit computation for one token at a time."""
     _, borders = ragged()
     q, k, v = random_qkv(torch.float64)
     window = 7
@@ -97,7 +97,7 @@ def test_the_reference_attends_within_the_window() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 400])
-def test_sdpa_equals_the_reference(window: int | None) -> None:
+def test_sdpa_equals_reference(window: int | None) -> None:
     mask = packed_mask("sdpa", window, num_spare=3)
     actual = outcome(random_qkv(torch.float64), lambda *qkv: attend(*qkv, mask))
     for a, b in zip(actual, truth(torch.float64, window=window), strict=True):
@@ -107,9 +107,9 @@ def test_sdpa_equals_the_reference(window: int | None) -> None:
 
 
 @eager_flex
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch itself reads it
 @pytest.mark.parametrize("window", [None, 20])
-def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_flex_equals_reference(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     # torch refuses flex attention's backward pass on the CPU, but its eager formula works there.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     mask = packed_mask("flex", window)
@@ -118,7 +118,7 @@ def test_flex_equals_the_reference(monkeypatch: pytest.MonkeyPatch, window: int 
         assert (a - b).abs().max() < 1e-5
 
 
-def test_padding_far_from_every_token_attends_to_itself() -> None:
+def test_padding_far_from_all_tokens_attends_to_itself() -> None:
     lengths = torch.tensor([LENGTH, 30, 1])
     keep = torch.arange(LENGTH) < lengths[:, None]
     mask = AttentionMask.padded(3, LENGTH, keep, local_attention=8)
@@ -132,13 +132,13 @@ def test_padding_far_from_every_token_attends_to_itself() -> None:
     assert all(x.isfinite().all() for x in (actual, *grads))
 
 
-def test_masks_are_local_only_where_a_model_is() -> None:
+def test_mask_is_local_only_for_local_attention() -> None:
     assert AttentionMask.packed(*ragged(), "sdpa").local is None
     assert AttentionMask.padded(3, LENGTH, torch.ones(3, LENGTH)).local is None
 
 
 def short_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The qkv product of rows that end before the longest segment does, its bias, segment ids and their offsets."""
+    """Returns the qkv product of rows that end within the longest segment, its bias, segment ids and their offsets."""
     length = 100
     ids = ragged()[0][:, :length]
     borders = [row * length + int(i) for row in range(3) for i in [0, *(ids[row].diff().nonzero() + 1)]]
@@ -149,7 +149,7 @@ def short_inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Te
 
 
 @pytest.mark.parametrize(("is_rotary", "window"), [(False, None), (True, 7)])
-def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, window: int | None) -> None:
+def test_reference_of_short_equals_general_reference(is_rotary: bool, window: int | None) -> None:
     product, bias, ids, borders = short_inputs()
     q, k, v = (product + bias).view(-1, 3, NUM_HEADS, HEAD_DIM).unbind(1)
     angles: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -163,8 +163,8 @@ def test_the_reference_of_short_equals_that_of_the_others(is_rotary: bool, windo
     assert (actual - expected).abs().max() < 1e-12
 
 
-def test_short_draws_a_mask_for_each_weight() -> None:
-    """By key: that of a matrix of queries by heads and keys, and the same for a row in another micro-batch."""
+def test_short_draws_one_mask_per_weight() -> None:
+    """With a key, the mask is a matrix of queries by heads and keys, and is equal for a row in another micro-batch."""
     product, bias, ids, _ = short_inputs(torch.float32)
     width = NUM_HEADS * HEAD_DIM
     dropout = Dropout(0.3, torch.tensor([3, 4, 500]), 6)
@@ -181,7 +181,7 @@ def test_short_draws_a_mask_for_each_weight() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
+def test_self_attention_is_equal_with_both_references(has_bias: bool) -> None:
     _, bias, ids, borders = short_inputs()
     random = torch.Generator().manual_seed(6)
     width = NUM_HEADS * HEAD_DIM
@@ -202,11 +202,11 @@ def test_self_attention_is_the_same_by_either_reference(has_bias: bool) -> None:
     assert (outputs[0] - outputs[1]).abs().max() < (1e-12 if has_bias else 1e-6)  # a CPU rotates in fp32
 
 
-# Around one block and two.
+# Lengths around one and two blocks.
 @pytest.mark.parametrize(
     ("length", "window"), [(128, None), (384, None), *((384, window) for window in (0, 127, 128, 129, 255, 256))]
 )
-def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) -> None:
+def test_flex_block_mask_equals_torch(length: int, window: int | None) -> None:
     random = torch.Generator().manual_seed(3)
     starts = torch.rand(4, length, generator=random) < 0.01
     ids = starts.cumsum(1).int() + 1
@@ -229,10 +229,10 @@ def test_flex_block_mask_is_what_torch_makes(length: int, window: int | None) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> None:
+def test_masks_are_built_without_device_synchronization(backend: str) -> None:
     if backend == "xformers":
         pytest.importorskip("xformers")
-    with FakeTensorMode() as mode:  # a tensor without data: reading it raises
+    with FakeTensorMode() as mode:  # a read of a tensor without data raises an error
         ids, borders = (mode.from_tensor(x) for x in ragged(num_spare=2))
         with pytest.raises(DataDependentOutputException):
             borders[0].item()
@@ -245,7 +245,7 @@ def test_masks_are_built_without_synchronizing_with_the_device(backend: str) -> 
 def test_varlen_accepts_our_arguments_forward_and_backward(
     dropout: float, local_attention: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernel's shape functions: the kernel itself does not run. Never by torch's choice of a kernel."""
+    """Only the kernel's shape functions run, not the kernel, and torch does not choose the kernel."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", None)
     with FakeTensorMode() as mode:
         mask = AttentionMask.packed(*(mode.from_tensor(x) for x in ragged(num_spare=2)), "varlen", local_attention)
@@ -258,12 +258,12 @@ def test_varlen_accepts_our_arguments_forward_and_backward(
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("default")  # what compilers and extras say
+@pytest.mark.filterwarnings("default")  # compilers and extras may warn
 @pytest.mark.parametrize(
     ("backend", "window"), [*((name, None) for name in SEPARATE), *((name, w) for name in WINDOWED for w in (1, 20))]
 )
-def test_backends_equal_the_reference_on_cuda(backend: str, window: int | None) -> None:
-    """Each error is at most twice that of the reference in the same precision."""
+def test_backends_equal_reference_on_cuda(backend: str, window: int | None) -> None:
+    """Each error is at most twice the error of the reference in the same precision."""
     if backend == "xformers":
         pytest.importorskip("xformers")
     borders = ragged(5, CUDA)[1]
@@ -289,7 +289,7 @@ def test_varlen_ignores_empty_segments_of_long_rows_on_cuda() -> None:
         assert (a - t).abs().max() <= 2 * (b - t).abs().max()
 
 
-def test_the_reference_ignores_empty_segments() -> None:
+def test_reference_ignores_empty_segments() -> None:
     qkv = random_qkv(torch.float64)
     borders = ragged()[1]
     expected = outcome(qkv, lambda *x: attention_reference(*x, borders))
@@ -297,8 +297,8 @@ def test_the_reference_ignores_empty_segments() -> None:
     assert all(map(torch.equal, actual, expected))
 
 
-def test_sdpa_never_takes_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward pass gives NaN on Hopper under masks of rows of 64, 192, 320, ... tokens."""
+def test_sdpa_never_uses_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass gives NaN on Hopper with masks for rows of 64, 192, 320, ... tokens."""
     is_allowed = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -329,7 +329,7 @@ def test_dropout_drops_the_given_fraction() -> None:
 
 
 def check_dropout(q: Tensor, k: Tensor, ones: Tensor, mask: AttentionMask, tolerance: float) -> None:
-    """Values of 1 give 1 on average but not everywhere: some weights are dropped, the others scaled up."""
+    """Checks that values of 1 give 1 on average but not everywhere: some weights are dropped, the others scaled up."""
     out = attend(q, k, ones, mask, 0.3).float()
     assert out.std() > 0.05 and abs(out.mean() - 1) < tolerance
     assert (attend(q, k, ones, mask, 0.0).float() - 1).abs().max() < 1e-2

@@ -1,4 +1,4 @@
-"""The choice of an attention backend: what each needs, and which one `auto` is."""
+"""The choice of an attention backend: the requirements of each, and the resolution of `auto`."""
 
 import sys
 from pathlib import Path
@@ -50,14 +50,14 @@ def chosen(
         ("varlen", {"hidden_size": 16}, "a head dimension that is a multiple of 8, not 4"),
     ],
 )
-def test_a_backend_names_a_missing_requirement(backend: str, changes: dict[str, Any], missing: str) -> None:
+def test_missing_requirement_is_reported(backend: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError) as error:
         chosen(backend, **changes)
     assert str(error.value).startswith(f'model.attention = "{backend}": needs {missing}')
     assert str(error.value).endswith('; or set model.attention = "sdpa"') and "\n" not in str(error.value)
 
 
-def test_a_backend_that_can_run_is_taken() -> None:
+def test_requested_backend_is_used_if_it_can_run() -> None:
     for backend, changes in (
         ("varlen", {"local_attention": 8, "architecture": "modernbert"}),
         ("short", {"row_length": 512, "attention_dropout": 0.1}),
@@ -66,7 +66,7 @@ def test_a_backend_that_can_run_is_taken() -> None:
         assert chosen(backend, **changes) == backend
 
 
-def test_what_is_missing_on_the_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_or_card_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "xformers" else object())
     with pytest.raises(ValueError, match=r"needs the package xformers \(pip install xformers\)"):
         chosen("xformers")
@@ -99,7 +99,7 @@ except ImportError as error:
 def test_xformers_is_used_only_if_its_extension_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a package of the same modules as xformers 0.0.35, whose attention refuses CUDA tensors without it."""
+    """With a package of the same modules as xformers 0.0.35, whose attention refuses CUDA tensors without it."""
     (tmp_path / "xformers/ops/fmha").mkdir(parents=True)
     (tmp_path / "xformers/_cpp_lib.py").write_text(XFORMERS)
     for name in ("", "ops", "ops/fmha"):
@@ -119,12 +119,12 @@ def test_xformers_is_used_only_if_its_extension_loads(
 
 
 @pytest.mark.parametrize(("length", "fraction", "expected"), [(128, 0.25, "short"), (512, 0.25, "varlen")])
-def test_a_run_chooses_by_its_rows(length: int, fraction: float, expected: str) -> None:
+def test_choice_depends_on_row_length(length: int, fraction: float, expected: str) -> None:
     config = Config.preset("small", "google").override({"data.sequence_length": length, "generator.fraction": fraction})
     assert choose_compute(config, CUDA).attention == expected
 
 
-def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
+def test_auto_is_short_if_it_can_run_else_varlen() -> None:
     assert chosen("auto", attention_dropout=0.1, row_length=128) == "short"
     assert chosen("auto", attention_dropout=0.1, row_length=129) == "varlen"
     assert chosen("auto", row_length=128, num_heads=2) == "varlen"
@@ -137,10 +137,10 @@ def test_auto_is_short_where_it_can_run_and_else_varlen() -> None:
     ("name", "capability"), [("A100", (8, 0)), ("L4", (8, 9)), ("B200", (10, 0)), ("5090", (12, 0))]
 )
 @pytest.mark.parametrize("length", [128, 512])
-def test_what_no_such_card_has_run_is_left_to_the_check(
+def test_unproven_backend_is_left_to_the_check(
     name: str, capability: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`short` is its first candidate, but `auto` without a check takes `varlen`."""
+    """`short` is its first candidate, but `auto` without a check is `varlen`."""
     monkeypatch.setattr(compute, "card_of", lambda _: Card(name, capability))
     config = Config.preset("small", "modern").override({"data.sequence_length": length})
     assert available_attention(config, CUDA)[:4] == ["short", "varlen", "sdpa", "flex"]
@@ -154,6 +154,6 @@ def test_rows_of_512_have_every_candidate() -> None:
     assert choose_compute(config, CUDA).attention == "varlen"
 
 
-def test_the_configuration_knows_every_backend() -> None:
+def test_configuration_lists_every_backend() -> None:
     for name in ("auto", *BACKENDS):
         assert Config.preset("tiny").override({"model.attention": name}).model.attention == name

@@ -1,4 +1,4 @@
-"""Disentangled attention: each form against the one written out, one segment and head at a time."""
+"""Disentangled attention: each form against the explicit one, for one segment and head at a time."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ LENGTHS = {
     "whole rows": (9, [[9], [9]]),
     "each distance a bucket": (9, [[4, 5], [2, 6]]),
     "logarithmic buckets, padding": (40, [[11, 29], [39], [1, 20, 3]]),
-    "segments as rows of their own": (140, [[70, 70], [3, 120], [140]]),
+    "segments as separate rows": (140, [[70, 70], [3, 120], [140]]),
 }
 
 
@@ -74,7 +74,7 @@ class Case:
 
 @pytest.mark.parametrize("impl", [None, "reference"], ids=["on a CPU", "by scaled_dot_product_attention"])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_outputs_and_gradients_are_those_of_the_formula(name: str, impl) -> None:
+def test_outputs_and_gradients_equal_the_formula(name: str, impl) -> None:
     case = Case(*LENGTHS[name])
     with ops.use_impl(impl):
         actual = case.found()
@@ -87,14 +87,14 @@ def test_outputs_and_gradients_are_those_of_the_formula(name: str, impl) -> None
 )
 @pytest.mark.parametrize("name", LENGTHS)
 def test_flex_attention_computes_the_formula(name: str, monkeypatch) -> None:
-    """Uncompiled; without the check that refuses a backward pass on a CPU, which it has."""
+    """Uncompiled, and without its check that rejects a backward pass on a CPU."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     case = Case(*LENGTHS[name])
     for ours, theirs in zip(case.found("flex"), case.reference(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_16_bit_gradients_differ_by_their_rounding() -> None:
+def test_16_bit_gradients_differ_only_by_rounding() -> None:
     exact = Case(*LENGTHS["logarithmic buckets, padding"])
     case = Case(*LENGTHS["logarithmic buckets, padding"], torch.bfloat16)
     exact.qkv_TX, exact.positions_SY, exact.grad_TD = (
@@ -105,7 +105,7 @@ def test_16_bit_gradients_differ_by_their_rounding() -> None:
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
 
 
-def test_some_queries_get_what_all_get() -> None:
+def test_subset_of_queries_gets_the_same_outputs() -> None:
     case = Case(*LENGTHS["logarithmic buckets, padding"])
     index_n = torch.tensor([0, 15, 42, 81])
     allowed_nT = torch.zeros(4, case.ids_BL.numel(), dtype=torch.bool)
@@ -118,7 +118,7 @@ def test_some_queries_get_what_all_get() -> None:
     torch.testing.assert_close(actual.double(), case.reference()[0][index_n], rtol=1e-5, atol=1e-5)
 
 
-def test_dropped_attention_weights_keep_the_mean() -> None:
+def test_dropout_preserves_the_mean() -> None:
     case = Case(9, [[9]] * 400, torch.float32)
     case.qkv_TX = case.qkv_TX[:9].repeat(400, 1)
     case.positions_SY = case.positions_SY * 0
@@ -129,7 +129,7 @@ def test_dropped_attention_weights_keep_the_mean() -> None:
     assert (dropped - undropped).view(400, 9, -1).mean(0).abs().max() < 0.1
 
 
-def test_only_the_discriminators_summand_learns_from_the_discriminator() -> None:
+def test_discriminator_trains_only_its_summand() -> None:
     """Gradient-disentangled embedding sharing."""
     model = Electra(Config.preset("tiny", "deberta").override(vocab_size=50))
     assert not model.embeddings.token.any() and torch.equal(model.embeddings.table, model.generator_embeddings.token)

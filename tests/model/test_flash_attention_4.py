@@ -1,4 +1,4 @@
-"""FlashAttention 4, by a package of the same functions: what it is given, where gradients go, when it is missing."""
+"""FlashAttention 4, with a stand-in package: arguments, destination of gradients, and missing requirements."""
 
 import math
 import sys
@@ -61,7 +61,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.mark.parametrize("window", [None, 1])
 @pytest.mark.usefixtures("package")
-def test_equals_the_reference_with_and_without_one_buffer(window: int | None) -> None:
+def test_equals_reference_with_and_without_one_buffer(window: int | None) -> None:
     local = 0 if window is None else 2 * window
     mask = AttentionMask.packed(IDS, OFFSETS, "flash4", local)
     mask = mask.local or mask
@@ -92,7 +92,7 @@ def test_gradients_are_written_into_one_buffer() -> None:
     torch.testing.assert_close(torch.stack(gradients, 1), gradient)
 
 
-def test_names_what_is_missing(package: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported(package: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = Card("H100", (9, 0))
     assert (
         flash_attention_4.missing(hopper, 64) is None and flash_attention_4.missing(Card("B200", (10, 0)), 128) is None
@@ -114,7 +114,7 @@ def test_names_what_is_missing(package: types.ModuleType, monkeypatch: pytest.Mo
         )
 
 
-def test_the_installed_package_takes_our_arguments() -> None:
+def test_installed_package_accepts_our_arguments() -> None:
     pytest.importorskip("flash_attn.cute.interface")
     assert flash_attention_4.failure() is None
 

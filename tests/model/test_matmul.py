@@ -1,4 +1,4 @@
-"""fp32 products on a CPU by torch's default or by oneDNN: exact enough, restored, and chosen where it is faster."""
+"""fp32 products on a CPU with torch's default or with oneDNN: exact enough, restored, and chosen if faster."""
 
 import threading
 
@@ -28,19 +28,19 @@ SIZES = [(37, 128, 192), (100, 2048, 64)]
 
 @pytest.fixture
 def onednn(own_processor):
-    """Skips tests that compute with oneDNN where it is not a choice."""
+    """Skips tests that compute with oneDNN if it is not available."""
     if not has_onednn():
         pytest.skip("needs a processor with AVX-512 and without AMX")
 
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A function that sets what the processor has."""
+    """Returns a function that sets the processor's capabilities."""
     return lambda *names: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(names, True))
 
 
 def products(x, weight, dy):
-    """A linear layer's products: forward, input gradient, weight gradient, forward with a bias, and batched."""
+    """Returns a linear layer's products: forward, input gradient, weight gradient, forward with a bias, and batched."""
     batched = torch.bmm(x.expand(3, -1, -1), weight.T.expand(3, -1, -1))
     return x @ weight.T, dy @ weight, dy.T @ x, torch.addmm(weight[:, 0], x, weight.T), batched
 
@@ -50,7 +50,7 @@ def relative(actual, exact):
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), SIZES)
-def test_products_are_those_of_fp32_and_repeat(onednn, tokens, inputs, outputs):
+def test_products_are_fp32_and_repeat_bitwise(onednn, tokens, inputs, outputs):
     torch.manual_seed(0)
     factors = [torch.randn(size) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))]
     exact = products(*(factor.double() for factor in factors))
@@ -70,7 +70,7 @@ def before(request):
     SWITCH.fp32_precision = original
 
 
-def test_what_was_set_comes_back(processor, before):
+def test_previous_setting_is_restored(processor, before):
     processor("avx512_bw")
     with use_matmul(DEFAULT):
         assert SWITCH.fp32_precision == before
@@ -82,7 +82,7 @@ def test_what_was_set_comes_back(processor, before):
     assert SWITCH.fp32_precision == before
 
 
-def test_threads_may_overlap(processor, before):
+def test_contexts_of_threads_may_overlap(processor, before):
     processor("avx512_bw")
     entered = threading.Barrier(3)
     leave = [threading.Event(), threading.Event()]
@@ -103,7 +103,7 @@ def test_threads_may_overlap(processor, before):
 
 
 @pytest.mark.parametrize("capabilities", [(), ("avx2", "avx512_f"), ("avx512_bw", "avx512_bf16", "amx_tile")])
-def test_without_avx512_or_with_amx_there_is_no_choice(processor, capabilities):
+def test_onednn_requires_avx512_without_amx(processor, capabilities):
     processor(*capabilities)
     assert choose_matmul(AUTO, CPU) == choose_matmul(DEFAULT, CPU) == DEFAULT
     refused = 'matmul = "onednn": requires AVX-512 without AMX, .*set "default"'
@@ -113,7 +113,7 @@ def test_without_avx512_or_with_amx_there_is_no_choice(processor, capabilities):
         pytest.fail("products of another library")
 
 
-def test_the_choice_is_that_of_a_cpu(processor):
+def test_onednn_requires_a_cpu(processor):
     processor("avx512_bw")
     assert [choose_matmul(name, CPU) for name in (AUTO, DEFAULT, ONEDNN)] == [AUTO, DEFAULT, ONEDNN]
     cuda = torch.device("cuda")
@@ -123,13 +123,13 @@ def test_the_choice_is_that_of_a_cpu(processor):
 
 
 def measured(default, onednn, difference=1e-7):
-    """A measurement of as many seconds for all products together."""
+    """Returns a measurement with these seconds for all products together."""
     return MatmulMeasurement(
         {DEFAULT: dict.fromkeys(KINDS, default / 3), ONEDNN: dict.fromkeys(KINDS, onednn / 3)}, difference
     )
 
 
-def test_the_clearly_faster_library_is_chosen():
+def test_clearly_faster_library_is_chosen():
     assert measured(2.0, 1.0).fastest == measured(1.01 * MIN_SPEEDUP, 1.0).fastest == ONEDNN
     assert measured(0.99 * MIN_SPEEDUP, 1.0).fastest == measured(1.0, 2.0).fastest == DEFAULT
     mixed = {DEFAULT: (1.0, 1.0, 1.0), ONEDNN: (0.2, 1.2, 1.2)}  # all kinds together count
@@ -149,7 +149,7 @@ def test_rounded_factors_are_never_chosen(tokens, inputs, outputs):
         assert measurement.fastest == DEFAULT and "differ by " in str(measurement)
 
 
-def test_a_measurement_has_all_products(onednn):
+def test_measurement_has_all_products(onednn):
     before = torch.get_rng_state()
     threads = torch.get_num_threads()
     for recipe in ("google", "modern"):

@@ -1,4 +1,4 @@
-"""The encoders against `transformers`, and packed rows against their segments alone."""
+"""Encoders against `transformers`, and packed rows against their separate segments."""
 
 import itertools
 from pathlib import Path
@@ -18,7 +18,7 @@ from electra_fast.model.model import Electra
 from electra_fast.ops import operations as ops
 
 SPECIAL_IDS = {"pad": 0, "cls": 2, "sep": 3}
-BASE_E = {"model.embedding_size": 128, "model.num_layers": 2}  # the full depth is tried once
+BASE_E = {"model.embedding_size": 128, "model.num_layers": 2}  # one test uses the full depth
 TINY_E = {"model.embedding_size": 64}
 CONV = {"model.conv_kernel_size": 3, "generator.num_layers": 2}
 
@@ -27,8 +27,8 @@ def make(preset: str, recipe: str, changes: dict[str, object], vocab_size: int) 
     return randomized(Electra(Config.preset(preset, recipe).override(changes, vocab_size=vocab_size)), 7)
 
 
-def twin(model: Electra, role: str, folder: Path) -> torch.nn.Module:
-    """The same weights in `transformers`' class, with attention written out."""
+def hf_model(model: Electra, role: str, folder: Path) -> torch.nn.Module:
+    """Returns the same weights in the class of `transformers`, with eager attention."""
     write_model(folder, model, role, SPECIAL_IDS)
     theirs, info = hf_class(model.config.model.architecture, role).from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
@@ -61,19 +61,17 @@ def inputs(vocab_size: int, length: int, padded: bool, architecture: str) -> dic
         pytest.param("base", "modern", BASE_E, marks=pytest.mark.slow),
     ],
 )
-def test_logits_equal_those_of_transformers(
-    tmp_path: Path, preset: str, recipe: str, changes: dict[str, object]
-) -> None:
+def test_logits_equal_transformers(tmp_path: Path, preset: str, recipe: str, changes: dict[str, object]) -> None:
     model = make(preset, recipe, changes, vocab_size=1000)
     batches = [inputs(1000, 32, padded, model.config.model.architecture) for padded in (False, True)]
     for role in ("discriminator", "generator"):
-        check_logits(model, twin(model, role, tmp_path), role, batches)
+        check_logits(model, hf_model(model, role, tmp_path), role, batches)
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern", "deberta"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_states_at_masked_slots_are_those_of_all_tokens(recipe: str, dropout: float) -> None:
-    """And so are the gradients, of a position that is masked twice too; unused slots have no loss."""
+def test_states_at_masked_slots_equal_states_of_all_tokens(recipe: str, dropout: float) -> None:
+    """Their gradients are equal too, also for a position that is masked twice; unused slots have no loss."""
     keys = {"model.dropout": dropout, "model.attention_dropout": dropout, "generator.num_layers": 2}
     model = make("tiny", recipe, keys, vocab_size=100).train()
     arguments = model._flat_inputs(torch.arange(4, 40).view(3, 12), None, None)
@@ -97,21 +95,21 @@ def check_logits(model: Electra, theirs: torch.nn.Module, role: str, batches: li
             expected = their_logits(theirs, batch)
             actual = logits(model, role, batch)
         assert actual.dtype == torch.float32 and actual.shape == expected.shape
-        # Logits that differ from token to token: equality can't come from constants.
+        # Logits differ from token to token, so constants cannot be equal.
         assert expected.std() > 0.01
         is_token = tokens_of(model, batch)
         assert (actual - expected)[is_token].abs().max() <= 1e-5
 
 
 def tokens_of(model: Electra, batch: dict[str, Tensor]) -> Tensor:
-    """The tokens to compare, without padding, of which DeBERTa in `transformers` computes something else."""
+    """Returns the tokens to compare, without padding, since DeBERTa in `transformers` differs there."""
     is_token = torch.ones_like(batch["input_ids"]).bool()
     has_padding = model.config.model.architecture == "deberta" and "attention_mask" in batch
     return batch["attention_mask"].bool() if has_padding else is_token
 
 
 def their_logits(theirs: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of a token classifier, those of its last label, "replaced"."""
+    """Returns the logits; for a token classifier, the logits of its last label, "replaced"."""
     logits_BL: Tensor = theirs(**batch).logits
     return logits_BL[..., -1] if "TokenClassification" in type(theirs).__name__ else logits_BL
 
@@ -121,7 +119,7 @@ def logits(model: Electra, role: str, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
+def test_mask_and_token_types_have_an_effect(recipe: str) -> None:
     model = make("tiny", recipe, {}, vocab_size=100)
     ids = torch.randint(4, 100, (1, 16), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(16) < 9).long()[None]
@@ -137,12 +135,12 @@ def test_the_mask_and_the_token_types_matter(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["google", "modern", "deberta"])
 @pytest.mark.parametrize("role", ["discriminator", "generator"])
-def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role: str) -> None:
+def test_gradients_equal_transformers(tmp_path: Path, recipe: str, role: str) -> None:
     changes: dict[str, object] = {"generator.fraction": 1.0, "model.tying": "none"}
-    if recipe == "modern":  # a projection that is multiplied into the table has no gradient of its own there
+    if recipe == "modern":  # a projection that is multiplied into the table has no separate gradient there
         changes["model.embedding_size"] = 64
     model = make("tiny", recipe, changes, vocab_size=200)
-    theirs = twin(model, role, tmp_path)
+    theirs = hf_model(model, role, tmp_path)
     batch = inputs(200, 24, True, model.config.model.architecture)
     actual = logits(model, role, batch)
     weight = torch.randn(actual.shape, generator=torch.Generator().manual_seed(5))
@@ -161,7 +159,7 @@ def test_gradients_equal_those_of_transformers(tmp_path: Path, recipe: str, role
 
 
 def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Segment ids [B, L] (0 = padding), positions [T] and segment borders of packed rows."""
+    """Returns segment ids [B, L] (0 = padding), positions [T] and segment borders of packed rows."""
     segment_ids = torch.zeros(len(lengths_BS), length, dtype=torch.long)
     positions = []
     borders = [0]
@@ -174,7 +172,7 @@ def flat_segments(lengths_BS: list[list[int]], length: int) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern", "deberta"])
-def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
+def test_packed_segment_equals_separate_segment(recipe: str) -> None:
     model = make("tiny", recipe, {"generator.fraction": 1.0}, vocab_size=100)
     lengths = [[11, 9], [13, 7]]
     segment_ids, positions, borders = flat_segments(lengths, 20)
@@ -204,13 +202,13 @@ def test_a_packed_segment_computes_what_it_computes_alone(recipe: str) -> None:
     assert len(packed_grads) >= 19
 
 
-def test_a_row_longer_than_the_position_table_is_refused() -> None:
+def test_row_longer_than_position_table_is_rejected() -> None:
     model = make("tiny", "google", {}, vocab_size=100)
     with pytest.raises(ValueError, match="sequence length = 129: must be at most model.max_positions = 128"):
         model.discriminator_logits(torch.zeros(1, 129, dtype=torch.long))
 
 
-def test_tying_shares_what_it_says() -> None:
+def test_tying_shares_the_configured_parameters() -> None:
     same: dict[str, dict[str, object]] = {"generator.fraction": 1.0}
     counts = {
         tying: sum(p.numel() for p in make("tiny", "google", same | {"model.tying": tying}, 100).parameters())
@@ -222,12 +220,12 @@ def test_tying_shares_what_it_says() -> None:
     assert counts["embeddings"] - counts["all"] == encoder
 
 
-def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
+def test_initial_weights_are_a_normal_truncated_at_two_deviations() -> None:
     model = Electra(Config.preset("small", "google").override({"model.vocab_size": 1000}))
     weight = torch.cat([p.detach().flatten() for p in model.discriminator.layers.parameters() if p.dim() == 2]) / 0.02
     assert weight.abs().max() <= 2 + 1e-6
     assert abs(weight.mean()) < 0.002
-    assert abs(weight.std() - 0.8796) < 0.001  # of a standard normal within two deviations
+    assert abs(weight.std() - 0.8796) < 0.001  # standard deviation of a standard normal truncated at two
     inside = (weight.abs() < 1).double().mean()
     assert abs(inside - 0.6827 / 0.9545) < 0.001
     assert all(p.eq(0).all() for name, p in model.named_parameters() if name.endswith("bias"))
@@ -240,7 +238,7 @@ def test_initial_weights_are_a_normal_cut_at_two_deviations() -> None:
 
 @pytest.mark.parametrize("recipe", ["google", "paper"])
 def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str) -> None:
-    """TensorFlow's default; the standard deviations at `small` are those of the published code."""
+    """Glorot uniform is TensorFlow's default; the standard deviations at `small` are the published code's."""
     model = Electra(Config.preset("small", recipe).override({"model.vocab_size": 100}))
     deviations = {"discriminator.projection": 0.0722, "generator.projection": 0.1021}
     deviations["discriminator_head.classifier"] = 0.0882
@@ -248,7 +246,7 @@ def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str
         weight = model.get_parameter(f"{name}.weight").detach()
         bound = 3**0.5 * deviation
         assert 0.97 * bound < weight.abs().max() <= 1.001 * bound, name
-        # The deviation and the mean of n uniform draws: 4 standard errors of each.
+        # Within 4 standard errors of the deviation and of the mean of n uniform samples.
         assert abs(weight.std() / deviation - 1) < 4 * (0.2 / weight.numel()) ** 0.5 + 1e-3, name
         assert abs(weight.mean()) < 4 * deviation / weight.numel() ** 0.5, name
     for name in ("embeddings.token", "discriminator_head.dense.weight", "generator_head.dense.weight"):
@@ -257,8 +255,8 @@ def test_layers_without_a_published_initializer_start_glorot_uniform(recipe: str
     assert modern.discriminator_head.classifier.weight.abs().max() <= 256**-0.5
 
 
-def test_discriminator_logits_of_bf16_states_are_products_in_fp32() -> None:
-    """Logits and gradients to fp32's rounding of the exact product of the same states; no two logits tie."""
+def test_discriminator_logits_of_bf16_states_are_fp32_products() -> None:
+    """Logits and gradients equal the exact product of the same states up to fp32 rounding; no two logits are equal."""
     random = torch.Generator().manual_seed(0)
     x_TD = torch.randn(2000, 256, generator=random).bfloat16().requires_grad_()
     weight = (torch.randn(1, 256, generator=random) * 256**-0.5).requires_grad_()
@@ -279,6 +277,6 @@ def test_discriminator_logits_of_bf16_states_are_products_in_fp32() -> None:
         assert found_T.dtype == torch.float32 and found_T.unique().numel() > 1990
 
 
-def test_a_model_without_a_vocabulary_is_refused() -> None:
+def test_model_without_vocabulary_is_rejected() -> None:
     with pytest.raises(ValueError, match="model.vocab_size = 0: must be above 0"):
         Electra(Config.preset("tiny"))

@@ -28,7 +28,7 @@ def model():
 
 
 def batch_of(num_rows):
-    """The text, masked, as often as wanted."""
+    """Returns the masked text, repeated."""
     ids = torch.tensor([ORIGINAL], dtype=torch.int32).repeat(num_rows, 1)
     masked_ids = ids.clone()
     masked_ids[:, list(MASKED)] = MASK
@@ -50,7 +50,7 @@ def run(model, num_rows, step):
 
 
 def enumerated(model):
-    """Of all 121 texts: their probability, the log-probabilities of their samples, and the rewards; [121], [121, 2]."""
+    """Returns probability, log-probabilities of samples, and rewards for all 121 texts; [121], [121, 2]."""
     pairs = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
     masked_ids = torch.tensor(ORIGINAL)
     masked_ids[list(MASKED)] = MASK
@@ -75,7 +75,7 @@ def generator_gradient(model):
     return torch.cat(gradients)
 
 
-def test_the_estimator_is_unbiased(model):
+def test_estimator_is_unbiased(model):
     """Mean and standard error of 20 means over 1,000 rows, against the gradient summed over all texts."""
     probability, log_p, rewards = enumerated(model)
     (-(probability[:, None] * rewards * log_p).sum() / 2).backward()  # the loss is per masked token
@@ -89,13 +89,13 @@ def test_the_estimator_is_unbiased(model):
     estimates = torch.stack(estimates)
     mean = estimates.mean(0)
     error = estimates.std(0) / NUM_BATCHES**0.5
-    # Components are correlated, so their distance is one of few numbers; a sign, a factor of 1.2 or a reward of the
-    # wrong position would be 3 or more errors away. With 200,000 draws the distance is 2.5 % of the gradient.
+    # Components are correlated, so the distance has few degrees of freedom; a sign, a factor of 1.2 or a reward of the
+    # wrong position would be at least 3 errors away. With 200,000 samples, the distance is 2.5 % of the gradient.
     assert error.norm() < 0.08 * exact.norm()
     assert (mean - exact).norm() < 2.2 * error.norm()
 
 
-def test_metrics_tell_the_reward(model):
+def test_metrics_include_the_reward(model):
     output = run(model, 5_000, 0)
     objective = objective_of(model.config)
     metrics = objective.metrics({name: float(total) for name, total in output.totals.items()})

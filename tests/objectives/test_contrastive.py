@@ -1,4 +1,4 @@
-"""Which segments stay whole, and what the head on [CLS] learns; and the positions that `electra15` draws."""
+"""Unchanged segments and the loss of the head on [CLS]; and the positions that `electra15` samples."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ def read(batch, key, config=None):
 
 
 def whole_slots(batch, key):
-    """Which slots of real masks have their original token; no sample is one."""
+    """Returns the slots of real masks that have their original token; no sample equals it."""
     samples = keep_some_whole(read(batch, key), torch.full((batch["masked_ids"].numel(),), -1), key)
     return (samples.view(-1, SLOTS) >= 0) & (batch["masked_weights"] > 0)
 
 
-def test_a_fifth_of_the_segments_stays_whole():
+def test_a_fifth_of_the_segments_stays_unchanged():
     batch = make_batch(ROWS)
     is_whole = whole_slots(batch, RngKey(KEY))
     used = batch["masked_weights"] > 0
@@ -33,7 +33,7 @@ def test_a_fifth_of_the_segments_stays_whole():
         ours = segment == number
         count = ours.sum(1)
         num_whole = (is_whole & ours).sum(1)
-        assert ((num_whole == 0) | (num_whole == count)).all()  # a segment stays whole, or is sampled everywhere
+        assert ((num_whole == 0) | (num_whole == count)).all()  # a segment is unchanged, or sampled everywhere
         shares.append((num_whole > 0)[count > 0].float())
     for share in shares:
         assert abs(share.mean() - 0.2) < 4 * (0.16 / len(share)) ** 0.5
@@ -42,7 +42,7 @@ def test_a_fifth_of_the_segments_stays_whole():
     assert abs(together.mean() - 0.04) < 4 * (0.04 * 0.96 / len(together)) ** 0.5  # independently
 
 
-def test_which_ones_depends_on_step_and_row_and_not_on_micro_batches():
+def test_unchanged_segments_depend_on_step_and_row_only():
     batch = make_batch(ROWS)
     first = whole_slots(batch, RngKey(KEY))
     assert torch.equal(first, whole_slots(batch, RngKey(KEY)))
@@ -55,8 +55,8 @@ def test_which_ones_depends_on_step_and_row_and_not_on_micro_batches():
     assert alike.any() and not alike.any(1).all()
 
 
-def test_the_head_counts_the_texts_that_it_recognizes():
-    """From hidden states that tell which texts are whole."""
+def test_head_counts_recognized_texts():
+    """From hidden states that show which texts are unchanged."""
     model = make_model(make_config(**VARIANTS["contrastive"]))
     batch = make_batch(64)
     inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
@@ -74,7 +74,7 @@ def test_the_head_counts_the_texts_that_it_recognizes():
 
 @pytest.mark.parametrize("name", ["electra15", "electra15, random positions"])
 def test_positions_of_electra15(name):
-    """As many of each row as are masked: the masked ones, or any, drawn independently of them and of each other."""
+    """As many positions per row as are masked: the masked ones, or others, independent of them and of each other."""
     config = make_config(**VARIANTS[name])
     batch = make_batch(ROWS)
     objective = objective_of(config)
@@ -90,7 +90,7 @@ def test_positions_of_electra15(name):
     expected = batch["masked_weights"].sum().item() / (10 * ROWS)
     deviation = (expected * (1 - expected) / ROWS) ** 0.5
     assert (counted[:, :10].float().mean(0) - expected).abs().max() < 4.5 * deviation
-    # Of the masked tokens the same share is drawn as of all. (A set disjoint from them would hold originals only.)
+    # The sampled fraction of masked tokens equals the fraction of all. (Unmasked tokens alone are all original.)
     share = counted[masked].float().mean()
     assert abs(share - (masked.sum(1).float() ** 2).sum() / 10 / masked.sum()) < 4.5 * (0.21 / masked.sum()) ** 0.5
     again = objective.counted(inputs, RngKey(KEY + 1)).view(ROWS, LENGTH)

@@ -1,4 +1,4 @@
-"""A step of DeBERTaV3's pre-training, written out over the layers of `transformers`: loss and gradients.
+"""An explicit step of DeBERTaV3's pre-training with the layers of `transformers`: loss and gradients.
 
 `published_deberta` has the heads that `transformers` lacks.
 """
@@ -25,7 +25,7 @@ def make_config(**changes):
 
 
 def published(model, role):
-    """A network in fp64 with the parameters of ours."""
+    """Returns a network in fp64 with our parameters."""
     shape = role_shape(model.config, role)
     table = describe_encoder(shape, {"pad": 0}) | {"legacy": False}
     network = hf_class("deberta", role)(DebertaV2Config(**table)).eval()
@@ -34,7 +34,7 @@ def published(model, role):
 
 
 @pytest.mark.parametrize("kernel_size", [0, 3])
-def test_loss_and_gradients_are_those_of_the_published_step(kernel_size):
+def test_loss_and_gradients_equal_the_published_step(kernel_size):
     model = make_model(make_config(**{"model.conv_kernel_size": kernel_size}))
     batch = make_batch(vocab=40)
     compute = MicroBatch(batch, COMPUTE, RngKey(KEY))

@@ -1,4 +1,4 @@
-"""The objective against a computation written out in plain Python."""
+"""The objective against an explicit computation in plain Python."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def make_config(**changes: str) -> Config:
 
 
 def make_model(config: Config) -> Electra:
-    """Weights large enough that logits differ from 0 and dropped terms would show."""
+    """Makes weights large enough that logits differ from 0 and a missing term has an effect."""
     model = Electra(config)
     if config.generator.kind == "unigram":
         model.proposal.set_counts(torch.arange(config.model.vocab_size) % 7)
@@ -44,7 +44,7 @@ def make_model(config: Config) -> Electra:
 
 
 def make_batch(num_rows: int = 4, seed: int = 0, vocab: int = VOCAB) -> dict[str, torch.Tensor]:
-    """Packed rows of two segments with a padded tail; the last slot of every second row is unused."""
+    """Returns packed rows of two segments with padding; the last slot of every second row is unused."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, vocab, (num_rows, LENGTH), generator=random, dtype=torch.int32)
     segments = torch.tensor([[1] * 5 + [2] * 5 + [0] * 2], dtype=torch.int32).repeat(num_rows, 1)
@@ -72,14 +72,14 @@ def make_batch(num_rows: int = 4, seed: int = 0, vocab: int = VOCAB) -> dict[str
 
 
 def run(model, batch, key=None, whole=None):
-    """The output for a batch, a part of the `whole` one."""
+    """Returns the output for a batch, which is a part of the `whole` batch."""
     objective = objective_of(model.config)
     denominators = objective.loss_denominators(whole or batch)
     return objective.forward(model, MicroBatch(batch, COMPUTE, key or RngKey(KEY), denominators))
 
 
 def halves(batch):
-    """A batch of four rows as two, and the first row of each."""
+    """Returns a batch of four rows as two, with the first row of each."""
     for i in (0, 2):
         half = {k: v[i : i + 2] for k, v in batch.items() if k != "cu_seqlens"}
         yield i, half | {"cu_seqlens": batch["cu_seqlens"][: 2 * 3 + 1]}
@@ -87,7 +87,7 @@ def halves(batch):
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_micro_batches_add_up(name):
-    """Halves of a batch give the whole's loss, samples and gradients: accumulation changes nothing."""
+    """Halves of a batch have the loss, samples and gradients of the whole: accumulation has no effect."""
     model = make_model(make_config(**DIFFERENT[name]))
     batch = make_batch()
     whole = run(model, batch)
@@ -108,13 +108,13 @@ def test_micro_batches_add_up(name):
 
 def test_corrupt():
     masked = torch.tensor([[7, 4, 9, 4, 11, 4]], dtype=torch.int32)
-    # Position 1 drawn twice (samples 20 and 25 → 22), 3 sampled right, 5 sampled wrong, one unused slot.
+    # Position 1 is masked twice (samples 20 and 25 → 22), 3 has a correct sample, 5 a wrong one; one slot is unused.
     positions = torch.tensor([1, 1, 3, 5, 6])
     originals = torch.tensor([8, 8, 10, 12, 0])
     corrupted, replaced = ops.corrupt(masked, positions, originals, torch.tensor([20, 25, 10, 33, 40]))
     assert corrupted.tolist() == [7, 22, 9, 10, 11, 33]
     assert replaced.tolist() == [False, True, False, False, False, True]
-    # The label asks whether the token differs from the original: the mean of two samples may be right by accident.
+    # The label is true if the token differs from the original; the mean of two samples may equal it by accident.
     both = torch.tensor([0, 0])
     accident = torch.tensor([22, 22])
     corrupted, replaced = ops.corrupt(torch.tensor([[4]]), both, accident, torch.tensor([20, 25]))

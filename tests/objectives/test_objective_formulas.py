@@ -1,4 +1,4 @@
-"""Every objective against its formula: one token at a time, in fp64, each segment of the packed rows alone."""
+"""Every objective against its formula: one token at a time, in fp64, with separate segments instead of packed rows."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ SEGMENTS = ((0, 5), (5, 10))
 
 
 def model_and_batch(**changes):
-    """A model in the objective's last stage."""
+    """Returns a model in the objective's last stage, and a batch."""
     model = make_model(make_config(**{"model.vocab_size": str(VOCAB)} | changes))
     for name in objective_of(model.config).stages()[-1].frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -28,7 +28,7 @@ def model_and_batch(**changes):
 
 
 def samples_of(model, batch):
-    """What each masked slot got: the generator's sample, or the original in a segment that stays whole."""
+    """Returns each masked slot's replacement: the generator's sample, or the original in an unchanged segment."""
     inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
     with torch.no_grad():
         sample_M = generate(model, inputs, RngKey(KEY)).sample_M
@@ -57,7 +57,7 @@ class Transcription:
         return self.model.hidden(role, torch.tensor(ids), positions, types, mask, torch.float64)
 
     def log_probabilities(self, role, state):
-        """Of the vocabulary at one position."""
+        """Returns the log-probabilities of the vocabulary at one position."""
         head = self.model.get_submodule(f"{role}_head")
         table = (self.model.generator_embeddings if role == "generator" else self.model.embeddings).table
         if self.config.model.heads == "plain":
@@ -69,7 +69,7 @@ class Transcription:
         return torch.log_softmax(table @ x + head.bias, 0)
 
     def replaced(self, state, first):
-        """The probability that the discriminator calls a token replaced, given its segment's first state."""
+        """Returns the probability that the discriminator detects a replaced token, from its segment's first state."""
         head = self.model.discriminator_head
         if self.config.model.heads == "plain":
             return self.sigmoid("discriminator_head", state)
@@ -164,7 +164,7 @@ class Transcription:
     + [(name, "modernbert", "none") for name in ("corrective", "all-tokens-mlm", "local attention")]
     + [("corrective", "deberta", "disentangled"), ("mlm", "deberta", "none"), ("adversarial", "deberta", "embeddings")],
 )
-def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
+def test_loss_and_gradients_equal_the_formula(name, architecture, tying):
     changes = {"model.tying": tying, "objective.gen_weight": "1.5", "objective.encoder_weight": "0.75"}
     model, batch = model_and_batch(**changes | {"model.architecture": architecture} | VARIANTS.get(name, LOCAL))
     objective = objective_of(model.config)
@@ -199,18 +199,18 @@ def test_loss_and_gradients_are_those_of_the_formula(name, architecture, tying):
         assert not right or summary[f"{role}_accuracy"] == pytest.approx(sum(map(float, right)) / len(right))
 
 
-def test_all_positions_of_replace_mlm_count_also_where_the_sample_is_right():
-    """At temperature 0 a model that is always right would have a loss all the same."""
+def test_replace_mlm_loss_includes_correct_samples():
+    """At temperature 0, a model that is always right would still have a loss."""
     cold = VARIANTS["replace-mlm"] | {"objective.temperature": "0.001"}
     model, batch = model_and_batch(**cold)
     samples = samples_of(model, batch)
-    batch["masked_ids"] = torch.where(batch["masked_weights"] > 0, samples, 0).int()  # now all are right
+    batch["masked_ids"] = torch.where(batch["masked_weights"] > 0, samples, 0).int()  # now all samples are correct
     output = run(model, batch)
     assert output.totals["replaced"] == 0 and output.totals["encoder_loss"] > 1
     assert output.totals["masked_weight"] == batch["masked_weights"].sum()
 
 
-def test_copying_is_stable_where_probabilities_underflow():
+def test_copying_is_stable_when_probabilities_underflow():
     model, batch = model_and_batch(**VARIANTS["all-tokens-mlm"])
     with torch.no_grad():
         model.encoder_head.bias.copy_(torch.linspace(-300, 300, VOCAB))

@@ -1,4 +1,4 @@
-"""Every objective in a run: its contract, its needs, resuming, evaluation, export."""
+"""Every objective in a run: its contract, its required settings, resuming, evaluation, export."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ from electra_fast.training.pretrain import pretrain
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_objective_keeps_its_contract(name):
+def test_objective_follows_the_contract(name):
     model = make_model(make_config(**VARIANTS[name]))
     batch = make_batch()
     objective = objective_of(model.config)
@@ -49,8 +49,8 @@ def test_an_objective_keeps_its_contract(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(name):
-    """As in tables that are padded to a size that GPUs like."""
+def test_padding_rows_are_neither_sampled_nor_trained(name):
+    """Such rows pad tables to a size that suits GPUs."""
     model = make_model(make_config(**DIFFERENT[name]))
     batch = make_batch(vocab=20)
     num_entries = 20
@@ -93,12 +93,12 @@ def test_rows_of_the_table_after_the_last_entry_are_neither_sampled_nor_trained(
         ({"objective.name": "replace"}, "objective.name = 'replace': must be one of electra, mlm, electra15, replace"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(changes, message):
+def test_conflicting_settings_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         Config.preset("tiny", "paper").override(changes)
 
 
-def test_any_masking_of_distinct_tokens_fits():
+def test_every_masking_of_distinct_tokens_is_accepted():
     for masking in {*_data.MASKINGS} - {"with-repeats"}:
         config = Config.preset("tiny", "paper").override({"objective.contrastive_weight": 1.0, "data.masking": masking})
         assert config.data.masking == masking
@@ -109,7 +109,7 @@ def test_any_masking_of_distinct_tokens_fits():
     "name", ["electra15, random positions", "contrastive, corrective", "all-tokens-mlm", "adversarial, plain heads"]
 )
 def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path):
-    """A run in which the losses fall, whose resume repeats it to the bit; `evaluate` and the export agree with it."""
+    """The losses fall, a resume repeats the run bitwise, and `evaluate` and the export agree with it."""
     changes = {"train.keep_checkpoints": "100", "train.log_every": "8", "model.dropout": "0.1"}
     settings = tiny_config(**changes | (VARIANTS | DIFFERENT)[name])
     pretrain(validation_corpus, config=settings, out=tmp_path / "run")
@@ -141,7 +141,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
         exported = ef.evaluate(tmp_path / "hf", validation_corpus, sequence_length=16)
         assert exported["discriminator_auc"] == pytest.approx(metrics["discriminator_auc"], abs=1e-6)
         assert "corrective_loss" in metrics and "corrective_loss" not in exported  # the folder has no such head
-    # What is fine-tuned is the result, not its generator, from the run as from the export.
+    # Fine-tuning starts from the result, not from its generator, for the run and for the export.
     encoder = load_encoder(tmp_path / "run")
     again = load_encoder(tmp_path / "hf")
     assert encoder.content_hash == again.content_hash
@@ -153,7 +153,7 @@ def test_trains_resumes_evaluates_and_exports(name, validation_corpus, tmp_path)
 
 
 @pytest.mark.slow
-def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_path, capsys):
+def test_heads_that_transformers_lacks_are_listed(validation_corpus, tmp_path, capsys):
     settings = tiny_config(**VARIANTS["all-tokens-mlm"] | {"train.steps": "2", "train.eval_every": "0"})
     pretrain(validation_corpus, config=settings, out=tmp_path / "run")
     capsys.readouterr()
@@ -173,8 +173,8 @@ def test_heads_that_transformers_does_not_have_are_named(validation_corpus, tmp_
     assert "note: copy_head: not in the folder, so it starts untrained" in capsys.readouterr().err
 
 
-def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_corpus, tmp_path, capsys):
-    """An export has none: it is evaluated, and an import trains, on those of the corpus."""
+def test_exported_unigram_model_reads_corpus_counts(validation_corpus, tmp_path, capsys):
+    """An export has no counts, so evaluation and training after an import read the corpus."""
     changes = {"generator.kind": "unigram", "train.steps": "2", "train.eval_every": "0"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     ef.export(tmp_path / "run", out=tmp_path / "hf")
@@ -193,8 +193,8 @@ def test_an_exported_unigram_model_reads_the_counts_of_its_corpus(validation_cor
         assert torch.equal(ef.load(tmp_path / name).model.proposal.table_V2, table)
 
 
-def test_a_new_total_does_not_break_a_resume(whole_run, validation_corpus, tmp_path):
-    """Checkpoints store totals by name: one that an older version did not know begins at 0."""
+def test_resume_accepts_new_totals(whole_run, validation_corpus, tmp_path):
+    """Checkpoints store totals by name, so a total that an older version did not have starts at 0."""
     shutil.copytree(whole_run, tmp_path / "run")
     truncate(tmp_path / "run", 21)  # within a log window
     latest = checkpoint_folder.latest(tmp_path / "run")

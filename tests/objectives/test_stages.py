@@ -15,19 +15,19 @@ from electra_fast.training.pretrain import pretrain
 
 SWITCH = STEPS // 2
 FIRST = 9
-# Log lines would fall on both sides of the switch, were there not one at the end of a stage.
+# A log window would span the switch if there were no log line at the end of a stage.
 OFTEN = {"train.keep_checkpoints": "100", "train.log_every": "5"}
 TWO_STAGES = VARIANTS["two-stage"] | OFTEN
 GENERATOR_FIRST = OFTEN | {"objective.generator_first": str(FIRST), "objective.corrective_weight": "1"}
 GENERATOR = {"generator", "generator_head"}
 DISCRIMINATOR = {"discriminator", "discriminator_head"}
 OWN = DISCRIMINATOR | {"corrective_head"}
-SHARED = {"generator_embeddings"}  # as a checkpoint calls the shared ones
+SHARED = {"generator_embeddings"}  # the checkpoint's name of the shared ones
 
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory, validation_corpus):
-    """A function that gives a whole run, with a checkpoint every third step: before, at and after the switch."""
+    """Returns a function that makes a whole run; every third step has a checkpoint: before, at and after the switch."""
     runs = {}
 
     def run(name):
@@ -47,7 +47,7 @@ def read(run, step, name="model"):
 
 
 def changed(run, before, after):
-    """The submodules of which every parameter, or none, changed between two steps."""
+    """Returns the submodules in which every parameter, or none, changed between two steps."""
     first = read(run, before)
     second = read(run, after)
     outcomes = {}
@@ -60,7 +60,7 @@ def num_updates(run, *steps):
     return [int(read(run, step, "optimizer")["num_updates"]) for step in steps]
 
 
-def test_a_switch_copies_freezes_and_starts_afresh(run_of):
+def test_switch_copies_freezes_and_resets_the_optimizer(run_of):
     run = run_of("two-stage")
     generator = GENERATOR | {"generator_embeddings"}
     discriminator = DISCRIMINATOR | {"embeddings"}
@@ -69,29 +69,29 @@ def test_a_switch_copies_freezes_and_starts_afresh(run_of):
     assert num_updates(run, SWITCH, SWITCH + 3) == [SWITCH, 3]
     old, new = (read(run, step, "optimizer") for step in (SWITCH, SWITCH + 3))
     assert any("generator_head" in name for name in old) and not any("generator_head" in name for name in new)
-    # After three small steps the discriminator is near what it was copied from, and far from what it was.
+    # After three small steps, the discriminator is near its source and far from its initial weights.
     switch = read(run, SWITCH)
     token = read(run, SWITCH + 3)["embeddings.token"]
     copied = switch["generator_embeddings.token"]
     assert (token - copied).norm() < 0.2 * (token - switch["embeddings.token"]).norm()
 
 
-def test_the_discriminator_and_what_it_shares_begin_later(run_of):
+def test_discriminator_and_shared_parameters_train_later(run_of):
     run = run_of("generator first")
     assert changed(run, 3, FIRST) == (GENERATOR, OWN | SHARED)
     assert changed(run, FIRST, FIRST + 3) == (OWN | SHARED | GENERATOR, set())
     assert num_updates(run, FIRST, FIRST + 3) == [FIRST, 3]
 
 
-def test_embeddings_of_its_own_train_with_the_generator(validation_corpus, tmp_path):
-    """And the end of a stage has a checkpoint, after which nothing else would have been due."""
+def test_separate_generator_embeddings_train_in_the_first_stage(validation_corpus, tmp_path):
+    """The end of a stage also has a checkpoint, even if nothing else is due."""
     changes = GENERATOR_FIRST | {"model.tying": "none", "train.steps": "10", "objective.generator_first": "7"}
     pretrain(validation_corpus, config=tiny_config("modern", **changes), out=tmp_path / "run")
     assert changed(tmp_path / "run", 3, 7) == (GENERATOR | {"generator_embeddings"}, OWN | {"embeddings"})
 
 
 @pytest.mark.parametrize(("name", "switch"), [("two-stage", SWITCH), ("generator first", FIRST)])
-def test_the_log_and_the_schedule(run_of, name, switch):
+def test_log_and_schedule(run_of, name, switch):
     records = lines(run_of(name))
     steps = sorted({5, 10, 15, 20, 24, switch})
     assert [record["step"] for record in records] == steps
@@ -124,17 +124,17 @@ def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpu
         assert (said in capsys.readouterr().err) == (step <= SWITCH)
 
 
-def test_a_stage_is_not_judged_before_its_warmup(run_of, validation_corpus, tmp_path, monkeypatch):
-    """The discriminator is untrained when its stage begins."""
+def test_diagnostics_wait_for_the_warmup_of_a_stage(run_of, validation_corpus, tmp_path, monkeypatch):
+    """The discriminator is untrained at the start of its stage."""
     first_steps = []
     original = run_of("two-stage")
     monkeypatch.setattr(diagnostics.LastingWarning, "take", lambda _, *arguments: first_steps.append(arguments[-1]))
     resumed(original, tmp_path / "run", 3, validation_corpus, tiny_config(**TWO_STAGES))
-    assert first_steps == [100, 100, 100, 112, 112, 112]  # of the lines of steps 5, 10, 12, 15, 20 and 24
+    assert first_steps == [100, 100, 100, 112, 112, 112]  # at the lines of steps 5, 10, 12, 15, 20 and 24
 
 
-def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
-    """The generator's half of the run is a run of `mlm` of half the steps, to the bit: same rows, rates and dropout."""
+def test_first_stage_equals_mlm(run_of, validation_corpus, tmp_path):
+    """The generator's half equals a run of `mlm` with half the steps bitwise: same rows, learning rates and dropout."""
     changes = {"objective.name": "mlm", "data.masking": "tokens", "train.steps": str(SWITCH), "train.log_every": "5"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
     alone = weights(tmp_path / "run")
@@ -142,7 +142,7 @@ def test_stage_one_is_mlm_of_the_same_size(run_of, validation_corpus, tmp_path):
     assert all(torch.equal(alone[name], whole[name]) for name in alone)
 
 
-def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, tmp_path, capsys):
+def test_extended_run_keeps_its_switch(run_of, validation_corpus, tmp_path, capsys):
     for name, change, said in (
         ("two-stage", {"train.steps": "48"}, "train.steps = 48, but .* with 24, and a change would move the boundary"),
         ("generator first", {"objective.generator_first": "12"}, "generator_first = 12, but .* with 9, and a change"),
@@ -157,7 +157,7 @@ def test_a_run_can_be_extended_but_its_switch_stays(run_of, validation_corpus, t
     assert said in capsys.readouterr().err
 
 
-def test_rates_follow_the_longer_stage():
+def test_learning_rates_follow_the_longer_stage():
     config = Config.preset("small", "modern").override({"train.steps": "1000", "objective.generator_first": "200"})
     expected = config.override({"train.steps": "800", "objective.generator_first": "0"})
     assert config.resolved().optimizer == expected.resolved().optimizer

@@ -1,4 +1,4 @@
-"""Operations in their form for the CPU, against their references and against fp64."""
+"""CPU forms of operations, against their references and against fp64."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def run(operation, inputs, upstream, impl=None):
-    """Outputs and the gradients of the floating-point inputs, which are leaves of their own dtype."""
+    """Returns outputs, and gradients of the floating-point inputs, which become leaves with their dtype."""
     leaves = [x.detach().clone().requires_grad_() if torch.is_floating_point(x) else x for x in inputs]
     if impl is None:
         outputs = operation(*leaves)
@@ -38,7 +38,7 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-9}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_attention_scores_and_gradients(dtype):
-    """The order of a head's dimensions is free, so what is compared are scores, values and gradients of the inputs."""
+    """Compares scores, values and gradients of the inputs, because the order of a head's dimensions is free."""
     num_tokens = 37
     num_heads = 3
     head_dim = 8
@@ -89,7 +89,7 @@ def test_geglu(dtype):
     assert_no_worse(gradients, reference_gradients, exact_gradients, rounding=ROUNDING[dtype])
 
 
-def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
+def test_cpu_runs_the_cpu_ops(monkeypatch):
     calls = []
 
     def noted(name, original):
@@ -108,7 +108,7 @@ def test_the_cpu_ops_are_what_runs_on_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "probability"), [(torch.float32, 0.1), (torch.bfloat16, 0.5)])
-def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
+def test_dropout_zeroes_a_fraction_and_preserves_the_mean(dtype, probability):
     x = torch.ones(1000, 257, dtype=dtype, requires_grad=True)
     torch.manual_seed(0)
     out = cpu_ops.unkeyed_dropout(x, probability)
@@ -128,7 +128,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean(dtype, probability):
     assert (values[:, 1:] * values[:, :-1]).mean() == pytest.approx(1, abs=0.02)  # neighbors are independent
 
 
-def test_dropout_draws_anew_and_repeats_with_the_seed():
+def test_dropout_masks_differ_and_repeat_with_the_seed():
     masks = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -143,7 +143,7 @@ HEAD_DIM = 8
 
 
 def attention_inputs(num_heads, dtype, masked=True):
-    """Queries, keys and values side by side, a gradient, and the mask: two segments in most rows, [B, 1, L, L]."""
+    """Returns concatenated queries, keys and values, a gradient, and a mask with mostly two segments, [B, 1, L, L]."""
     torch.manual_seed(0)
     width = num_heads * HEAD_DIM
     qkv_TX = random(NUM_ROWS * LENGTH, 3 * width).to(dtype)
@@ -184,7 +184,7 @@ def attended(inputs, num_heads, dropout=0.0):
         (3, 0.2, True, torch.bfloat16),
     ],
 )
-def test_self_attention_is_the_formula(num_heads, dropout, masked, dtype):
+def test_self_attention_equals_the_formula(num_heads, dropout, masked, dtype):
     qkv_TX, upstream_TD, mask = inputs = attention_inputs(num_heads, dtype, masked)
 
     def formula(dtype):
@@ -199,7 +199,7 @@ def test_self_attention_is_the_formula(num_heads, dropout, masked, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 2])
-def test_attention_within_segments_is_that_of_masked_rows(poisoned_memory, window, dtype, num_heads=3):
+def test_segment_attention_equals_masked_rows(poisoned_memory, window, dtype, num_heads=3):
     """Rows of one segment and of three, with and without padding, which has no gradient."""
     qkv_TX, upstream_TD, _ = attention_inputs(num_heads, dtype)
     lengths = [[17], [9, 8], [1, 2], [4, 12, 1], [16]]
@@ -233,8 +233,8 @@ def test_self_attention_of_two_rows_at_a_time(monkeypatch, poisoned_memory, num_
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_long_rows_are_left_to_torch(monkeypatch, rotary):
-    """Their weights would not fit; with dropout they must."""
+def test_long_rows_use_torch_attention(monkeypatch, rotary):
+    """The attention weights of long rows would not fit; with dropout, they must be stored."""
     mask = attention_inputs(2, torch.float32)[2]
     x = random(mask.num_rows * mask.length, 8)
     weight = random(24, 8)
@@ -251,8 +251,8 @@ def test_long_rows_are_left_to_torch(monkeypatch, rotary):
     assert calls == [0.0, 0.1]
 
 
-def test_self_attention_leaves_the_mask_to_the_next_layer(num_heads=1):
-    """The scores of one head have the mask's shape: to add to them in place must not add to the mask."""
+def test_self_attention_does_not_change_the_mask(num_heads=1):
+    """With one head, scores have the mask's shape, so an in-place addition must not change the mask."""
     inputs = attention_inputs(num_heads, torch.float32)
     bias = inputs[2].bias(torch.float32)
     before = bias.clone()

@@ -1,4 +1,4 @@
-"""Philox against its published test vectors, and samples against the distributions they are drawn from."""
+"""Philox against its published test vectors, and samples against their distributions."""
 
 import math
 
@@ -29,7 +29,7 @@ def words(*values: int) -> tuple[Tensor, ...]:
         ),
     ],
 )
-def test_philox_gives_the_known_answers_of_random123(
+def test_philox_matches_random123_test_vectors(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     actual = philox(words(*counter), words(*key))  # type: ignore[arg-type]
@@ -37,14 +37,14 @@ def test_philox_gives_the_known_answers_of_random123(
 
 
 def draw(logits_V: Tensor, num_samples: int, seed: int = 3, step: int = 5) -> Tensor:
-    """Samples of slots 0, 1, … from one distribution, in batches whose slots differ from their row indices."""
+    """Returns samples of slots 0, 1, … from one distribution, in batches whose slots differ from their row indices."""
     key = torch.tensor([seed, step])
     batches = torch.arange(num_samples).split(20_000)
     return torch.cat([sample_categorical(logits_V.expand(len(slots), -1), slots, key) for slots in batches])
 
 
 def p_value(samples: Tensor, probability_V: Tensor) -> float:
-    """Chi-squared goodness of fit; entries with an expected count under 10 are pooled."""
+    """Returns the chi-squared goodness of fit; entries with an expected count under 10 are pooled."""
     counts = torch.bincount(samples, minlength=len(probability_V)).double()
     expected = probability_V.double() * len(samples)
     rare = expected < 10
@@ -56,7 +56,7 @@ def p_value(samples: Tensor, probability_V: Tensor) -> float:
 
 
 def skewed(vocab_size: int) -> Tensor:
-    """Logits of which one is far likelier than the rest."""
+    """Returns logits with one entry far more likely than the rest."""
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
     logits[vocab_size // 2] += 4
     return logits
@@ -66,10 +66,10 @@ def skewed(vocab_size: int) -> Tensor:
     "logits", [skewed(5), skewed(128), skewed(300), torch.tensor([-6.0, 0.0, 3.0]).repeat_interleave(128)]
 )
 def test_samples_follow_the_softmax(logits: Tensor) -> None:
-    """The last ones have tiles of very different probability."""
+    """The last logits have tiles of very different probability."""
     samples = draw(logits, 100_000)
     assert p_value(samples, logits.softmax(-1)) > 1e-3
-    # The test has power: it rejects a slightly flatter distribution.
+    # The test is sensitive enough to reject a slightly flatter distribution.
     assert p_value(samples, (logits * 0.9).softmax(-1)) < 1e-6
 
 
@@ -98,7 +98,7 @@ def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
 
 
 @pytest.mark.parametrize("low", [-math.inf, -1000.0])
-def test_entries_of_probability_0_are_never_drawn(low: float) -> None:
+def test_entries_of_probability_0_are_never_sampled(low: float) -> None:
     vocab_size = 300
     logits = torch.full((vocab_size,), low)
     allowed = torch.tensor([1, vocab_size // 2, vocab_size - 2])
@@ -115,7 +115,7 @@ def test_half_precision_logits_are_sampled_in_full_precision() -> None:
 
 
 def zipf(vocab_size: int) -> Tensor:
-    """Weights like those of words, some of which never occur."""
+    """Returns weights like the frequencies of words, with some words that never occur."""
     weights = 1 / (torch.arange(vocab_size).double() + 1)
     random = torch.Generator().manual_seed(vocab_size)
     weights[torch.randperm(vocab_size, generator=random)[: vocab_size // 4]] = 0
@@ -135,14 +135,14 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_an_alias_table_has_the_probabilities_of_its_weights(name: str) -> None:
+def test_alias_table_has_the_probabilities_of_its_weights(name: str) -> None:
     weights = WEIGHTS[name]
     vocab_size = len(weights)
     table = alias_table(weights)
     assert table.shape == (vocab_size, 2) and table.dtype == torch.int64 and table.is_contiguous()
     threshold, alias = table.unbind(1)
     assert ((threshold >= 0) & (threshold <= 2**32)).all() and ((alias >= 0) & (alias < vocab_size)).all()
-    # In integers: every row has 2^32 units of probability, for its entry and its alias.
+    # In integers, every row has 2^32 units of probability for its entry and its alias.
     units = threshold.index_add(0, alias, 2**32 - threshold)
     assert units.sum() == vocab_size * 2**32 and not units[weights == 0].any()
     expected = weights.double() / weights.max()
@@ -156,7 +156,7 @@ def test_equal_weights_always_keep_the_entry() -> None:
         assert (threshold == 2**32).all() and torch.equal(alias, torch.arange(30_522))
 
 
-def test_weights_that_are_no_distribution_are_refused() -> None:
+def test_invalid_weights_are_rejected() -> None:
     for weights, message in (
         ([0.0, 0.0], "the weights of all 2 entries are 0"),
         ([], "the weights of all 0 entries are 0"),
@@ -173,16 +173,16 @@ def draw_alias(weights_V: Tensor, num_samples: int, seed: int = 3, step: int = 5
 
 
 @pytest.mark.parametrize("name", ["zipf", "uniform", "counts", "single"])
-def test_samples_of_an_alias_table_follow_the_weights(name: str) -> None:
+def test_alias_samples_follow_the_weights(name: str) -> None:
     weights = WEIGHTS[name].double()
     samples = draw_alias(weights, 300_000)
     assert not weights[samples].eq(0).any()
     assert (weights > 0).sum() == 1 or p_value(samples, weights / weights.sum()) > 1e-3
-    if name == "zipf":  # the test has power: it rejects a slightly flatter distribution
+    if name == "zipf":  # the test is sensitive enough to reject a slightly flatter distribution
         assert p_value(samples, weights**0.95 / (weights**0.95).sum()) < 1e-6
 
 
-def test_samples_of_an_alias_table_depend_on_slot_step_and_seed_only() -> None:
+def test_alias_samples_depend_on_slot_step_and_seed_only() -> None:
     table = alias_table(zipf(3000))
     slots = torch.arange(1000)
     key = torch.tensor([2**40 + 1, 9])

@@ -1,4 +1,4 @@
-"""Cross-entropy of all tokens, by blocks, against plain PyTorch in fp64; and that logits [T, V] never exist."""
+"""Cross-entropy of all tokens in blocks, against plain PyTorch in fp64, without logits [T, V] in memory."""
 
 import math
 
@@ -14,10 +14,10 @@ from electra_fast.ops import vocabulary_nll
 from electra_fast.ops.operations import use_impl
 
 BLOCK = (8, 256)
-# (T, V, E): whole blocks; partial blocks and tiles in both dimensions.
+# (T, V, E) for whole blocks, and for partial blocks and tiles in both dimensions.
 SHAPES = [(16, 512, 32), (37, 300, 48)]
 # Half an ulp. A probability in fp32 takes about 8 roundings (logit, distance to the maximum, exponential, sum,
-# quotient, product, one-hot, product with the table), which differ in another order; in bf16 one cast exceeds them all.
+# quotient, product, one-hot, product with the table), which depend on the order; in bf16 one cast exceeds them all.
 ROUNDING = {torch.float64: 1e-13, torch.float32: 8 * 2**-24, torch.bfloat16: 2**-9}
 
 
@@ -27,7 +27,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> Non
 
 
 def make_inputs(num_tokens: int, vocab_size: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, table, bias, targets: a third of them the argmax, a third of them confident."""
+    """Returns x, table, bias and targets: a third of them the argmax, a third of them confident."""
     torch.manual_seed(num_tokens)
     parameter_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.randn(num_tokens, width).to(dtype)
@@ -41,7 +41,7 @@ def make_inputs(num_tokens: int, vocab_size: int, width: int, dtype: torch.dtype
 
 def make_upstream(num_tokens: int) -> Tensor:
     upstream = torch.randn(num_tokens, dtype=torch.float64)
-    upstream[3::4] = 0.0  # tokens that the loss does not use
+    upstream[3::4] = 0.0  # tokens outside of the loss
     return upstream
 
 
@@ -53,7 +53,7 @@ def plain(x: Tensor, table: Tensor, bias: Tensor, target: Tensor) -> tuple[Tenso
 
 
 def run(function, inputs, upstream, dtype=None):
-    """(nll and the gradients of x, table and bias), is_argmax."""
+    """Returns (nll and the gradients of x, table and bias), is_argmax."""
     leaves = [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in inputs[:3]]
     nll, is_argmax = function(*leaves, inputs[3])
     gradients = torch.autograd.grad(nll, leaves, upstream.to(nll.dtype))
@@ -62,7 +62,7 @@ def run(function, inputs, upstream, dtype=None):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_errors_are_at_most_those_of_the_definition(shape, dtype):
+def test_errors_do_not_exceed_the_definition(shape, dtype):
     inputs = make_inputs(*shape, dtype)
     upstream = make_upstream(shape[0])
     ours, is_argmax = run(vocabulary_nll.vocabulary_nll, inputs, upstream)
@@ -103,7 +103,7 @@ def test_no_tensor_is_larger_than_a_block(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_registered_for_autograd_and_compilation():
+def test_is_registered_for_autograd_and_compilation():
     x, table, bias, target = make_inputs(10, 300, 4, torch.float32)
     grad = torch.randn(10)
     largest = torch.full((10,), 9.0)
@@ -139,7 +139,7 @@ def test_argmax_of_equal_logits_is_the_first():
 
 
 def test_entries_of_probability_zero():
-    """A bias of -inf, for a whole block."""
+    """With a bias of -inf for a whole block."""
     inputs = make_inputs(9, 700, 16, torch.float64)
     upstream = make_upstream(9)
     inputs[2][:512] = -math.inf
@@ -150,7 +150,7 @@ def test_entries_of_probability_zero():
     torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_a_target_outside_the_vocabulary_has_probability_zero():
+def test_target_outside_the_vocabulary_has_probability_zero():
     x, table, bias, _ = make_inputs(3, 300, 4, torch.float32)
     nll, is_argmax = vocabulary_nll.vocabulary_nll(x, table, bias, torch.tensor([-100, 300, 299]))
     assert nll.tolist()[:2] == [math.inf, math.inf] and nll[2].isfinite()

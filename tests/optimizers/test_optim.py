@@ -1,4 +1,4 @@
-"""Update rules against torch's, and against their sources written out."""
+"""Update rules against torch's, and against explicit formulas of their sources."""
 
 import math
 
@@ -61,10 +61,10 @@ def test_adamw_equals_torch():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_gradients_update_as_whole_ones():
-    """Also where rows, or a whole gradient, are added to one; and what one step had is not in the next one's.
+def test_sparse_gradients_update_like_dense_ones():
+    """Also if rows, or a whole gradient, are added to one; and values of one step do not remain in the next.
 
-    So long as few rows have moments, only they are updated, and the others decay.
+    As long as few rows have moments, only these are updated, and the others decay.
     """
     config = plain(clip_norm=0.5)
     random = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def test_sparse_gradients_update_as_whole_ones():
             gradient = optimizer.gradients()["table"]
             if number == 2:
                 optimizer.add_rows("table", rows + torch.tensor([0, 0, 0, -rows[3]]), values)
-            if number == 4:  # rows that had no moments have some
+            if number == 4:  # now more rows have moments
                 optimizer.load_state_dict(
                     {n: x.roll(20, 0) if x.dim() else x for n, x in optimizer.state_dict().items()}
                 )
@@ -92,8 +92,8 @@ def test_sparse_gradients_update_as_whole_ones():
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
-def test_without_bias_correction_written_out():
-    """BERT's AdamWeightDecay."""
+def test_adamw_without_bias_correction():
+    """As in BERT's AdamWeightDecay."""
     ours = train(plain(bias_correction=False), scale=0.5)
     named = parameters()
     for name, parameter in named.items():
@@ -110,8 +110,8 @@ def test_without_bias_correction_written_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_equals_torch_within_its_bf16(dtype):
-    """torch.optim.Muon iterates in bf16, so matrices agree to its precision; everything else is AdamW."""
+def test_muon_equals_torch_up_to_bf16(dtype):
+    """torch.optim.Muon iterates in bf16, so matrices agree to its precision; all other parameters use AdamW."""
     ours = train(plain(name="muon", muon_learning_rate=0.02), dtype=dtype)
     adamw = train(plain())
     named = parameters()
@@ -120,7 +120,7 @@ def test_muon_equals_torch_within_its_bf16(dtype):
     take_steps(named, theirs.step)
     for name in ("x.weight", "wide.weight"):
         moved = (parameters()[name] - named[name]).norm()
-        assert (ours[name] - named[name]).norm() < 5 * 2**-8 * moved  # five iterations of bf16 rounding
+        assert (ours[name] - named[name]).norm() < 5 * 2**-8 * moved  # five iterations with bf16 rounding
     for name in ("x.bias", "e.token"):
         assert torch.equal(ours[name], adamw[name])
 
@@ -128,7 +128,7 @@ def test_muon_equals_torch_within_its_bf16(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8)])
 def test_orthogonalize(shape, dtype):
-    """The iteration's known range of singular values, and the directions of the polar factor."""
+    """Checks the iteration's known range of singular values, and the directions of the polar factor."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     result = orthogonalize(matrices, dtype)
     assert result.dtype == matrices.dtype
@@ -141,7 +141,7 @@ def test_orthogonalize(shape, dtype):
 
 
 def test_tall_matrices_share_a_batch_with_wide_ones_on_a_gpu():
-    """Merged as on a GPU and apart as on a CPU, they get equal updates, each by the scale of its own shape."""
+    """Merged as on a GPU and separate as on a CPU, they get equal updates, scaled for their shapes."""
     random = torch.Generator().manual_seed(0)
     shapes = {"a.weight": (8, 40), "b.weight": (40, 8), "c.qkv.weight": (120, 8), "d.weight": (8, 8)}
     matrices = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
@@ -166,8 +166,8 @@ def test_tall_matrices_share_a_batch_with_wide_ones_on_a_gpu():
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_a_skipped_step_is_no_update(name):
-    """Nor after a checkpoint: the bias corrections are those of the steps that were taken."""
+def test_skipped_step_does_not_count_as_update(name):
+    """Nor after a checkpoint: the bias corrections count completed steps only."""
     states = []
     for steps in ([0, None, None, 1, None, 2], [0, 1, 2]):
         named = parameters()
@@ -186,8 +186,8 @@ def test_a_skipped_step_is_no_update(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_shares_of_an_update_are_the_update(name):
-    """Three processes' shares, each with moments of its own parameters: together all parameters, each once."""
+def test_parts_of_a_divided_update_form_the_update(name):
+    """Each of three processes has moments of its parameters only; together they update each parameter once."""
 
     def updated(num_processes):
         torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_fused_matrices_are_orthogonalized_separately():
     fused = nn.Parameter(torch.zeros(12, 4))
     optimizer = Optimizer([("layer.qkv.weight", fused)], plain(name="muon", weight_decay=0.0))
     fused.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    fused.grad[:4] *= 1e3  # queries' gradients would drown the others in one joint norm
+    fused.grad[:4] *= 1e3  # queries' gradients would dominate a joint norm
     update(optimizer)
     sizes = [block.norm() for block in fused.detach().chunk(3)]
     assert max(sizes) < 2 * min(sizes)
@@ -228,10 +228,10 @@ def test_fused_matrices_are_orthogonalized_separately():
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_lamb_adapts_each_tensor_of_the_published_layout(bias_correction):
-    """Fused parameters against their parts, computed separately in float64.
+    """Compares fused parameters with their parts, computed separately in float64.
 
     The gradients of queries and keys are near epsilon, as early in training: one trust ratio over all three would
-    be that of the values, and far too small for the others.
+    equal the values' ratio, and be far too small for the others.
     """
     random = torch.Generator().manual_seed(0)
     fused = {
@@ -289,8 +289,8 @@ def test_clipping():
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "muon"])
-def test_frozen_parameters_are_left_out(rule):
-    """They are neither updated nor stored nor in the norm; the others are updated as if alone."""
+def test_frozen_parameters_are_skipped(rule):
+    """They are neither updated nor stored nor in the norm; the others are updated as if there were no frozen ones."""
     config = plain(name=rule, clip_norm=1.0)
     named = parameters()
     alone = parameters()
@@ -317,7 +317,7 @@ def test_frozen_parameters_are_left_out(rule):
         Optimizer(parameters().items(), config).load_state_dict(state)
 
 
-def test_what_must_have_a_gradient():
+def test_missing_gradients_are_reported():
     named = parameters()
     optimizer = Optimizer(named.items(), plain())
     for name, gradient in gradients(named, 0).items():
@@ -329,7 +329,7 @@ def test_what_must_have_a_gradient():
         Optimizer([(name, p.requires_grad_(False)) for name, p in named.items()], plain())
 
 
-def test_rates_must_be_chosen():
+def test_learning_rates_must_be_resolved():
     def update_at(rule, rate, muon_rate):
         config = OptimizerConfig(name=rule, learning_rate=rate, muon_learning_rate=muon_rate)
         Optimizer(parameters().items(), config).set_step_scalars(1.0)
