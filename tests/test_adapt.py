@@ -336,7 +336,7 @@ def test_sources_that_are_refused(tmp_path: Path, whole_run: Path, exported: Pat
     (other / "tokenizer.json").unlink()
     entries = (other / "vocab.txt").read_text()
     (other / "vocab.txt").write_text(entries + "another\n")
-    refused(other, "entries, but the model has .*; put the model's own tokenizer there")
+    refused(other, "entries, but the model has .*; put the model's tokenizer there")
     (other / "vocab.txt").write_text(entries)
     (other / "model.safetensors").write_bytes(b"cut")
     refused(other, "not a complete safetensors file")

@@ -128,7 +128,7 @@ def open_tokenizer(source: Path, vocab_size: int) -> tuple[Path, Tokenizer]:
     if first.vocab_size > vocab_size:
         raise InputError(
             f"{first.path}: has {first.vocab_size:,} entries, but the model has {vocab_size:,}; "
-            "put the model's own tokenizer there"
+            "put the model's tokenizer there"
         )
     return places[0], first
 
