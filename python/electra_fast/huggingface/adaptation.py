@@ -176,8 +176,8 @@ def _generator(main: _Network, generator: str) -> tuple[_Network | None, str]:
         num_layers = int(match[1])
         if not 1 <= num_layers <= main.shape.num_layers:
             raise InputError(
-                f"generator = {generator!r}: must be same-layers:N with N from 1 to {main.shape.num_layers}, the layers "
-                f"of {main.source}"
+                f"generator = {generator!r}: must be same-layers:N with N from 1 to {main.shape.num_layers}, the "
+                f"layers of {main.source}"
             )
         return replace(main, shape=replace(main.shape, num_layers=num_layers)), shared
     path = Path(generator)
