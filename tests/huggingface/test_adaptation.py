@@ -57,18 +57,18 @@ def test_encoder_of_any_class_becomes_discriminator(
 ) -> None:
     theirs = hf_folder(tmp_path / "model", name, **CLASSES[name])
     import_(tmp_path / "model", out=tmp_path / "run", generator="small")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     ours = read_model(tmp_path / "run")
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     config = ours.config
-    assert ("note: discriminator_head: not in" in said) == (name != "ElectraForPreTraining")
+    assert ("note: discriminator_head: not in" in stderr) == (name != "ElectraForPreTraining")
     if name == "ElectraForPreTraining":
         assert_close(ours.discriminator_logits(IDS, MASK).detach(), hf_logits(theirs))
         assert config.model.dropout == 0.2
     assert (config.objective.name, config.generator.fraction, config.model.tying) == ("electra", 0.25, "embeddings")
-    assert ours.generator_embeddings is ours.embeddings and "note: generator: new, so it starts untrained" in said
+    assert ours.generator_embeddings is ours.embeddings and "note: generator: new, so it starts untrained" in stderr
     settings = settings_of(config.model)
-    assert all(f"{key} = " in said for key in settings)
+    assert all(f"{key} = " in stderr for key in settings)
     assert (settings["data.sequence_length"], settings["optimizer.learning_rate"]) == (
         SIZES["max_position_embeddings"],
         2.5e-4,
@@ -96,13 +96,13 @@ def test_first_layers_become_generator(
     theirs = hf_folder(tmp_path / "model", name)
     import_(tmp_path / "model", out=tmp_path / "run", generator=f"same-layers:{num_layers}")
     ours = read_model(tmp_path / "run")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ours.config.model.tying == "embeddings" and ours.config.generator_shape().num_layers == num_layers
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     layers = theirs.base_model.layers if name.startswith("Modern") else theirs.base_model.encoder.layer
     del layers[num_layers:]
     has_head = name.endswith("MaskedLM")
-    assert ("note: generator_head: not in" in said) != has_head
+    assert ("note: generator_head: not in" in stderr) != has_head
     if has_head:
         assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(theirs))
     else:
@@ -130,8 +130,8 @@ def test_other_model_becomes_generator(
     assert_close(hidden(ours, "discriminator"), hf_hidden(theirs))
     assert_close(ours.generator_logits(IDS, MASK).detach(), hf_logits(small))
     export(tmp_path / "run", out=tmp_path / "out")
-    again = getattr(transformers, small_name).from_pretrained(tmp_path / "out" / "generator").eval()
-    assert_close(hf_logits(again), hf_logits(small))
+    reloaded = getattr(transformers, small_name).from_pretrained(tmp_path / "out" / "generator").eval()
+    assert_close(hf_logits(reloaded), hf_logits(small))
     import_(tmp_path / "out", out=tmp_path / "again")
     assert read_model(tmp_path / "again").config.generator == ours.config.generator
     assert_close(read_model(tmp_path / "again").generator_logits(IDS, MASK).detach(), hf_logits(small))
@@ -187,13 +187,13 @@ def test_discriminator_becomes_masked_language_model(
     export(tmp_path / "run", out=tmp_path / "out")
     import_(tmp_path / source, out=tmp_path / "mlm", mlm=True)
     ours = read_model(tmp_path / "mlm")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (ours.config.objective.name, list(ours.networks)) == ("mlm", ["generator"])
     assert_close(hidden(ours, "generator"), hidden(whole, "discriminator"))
     states = hidden(whole, "discriminator")
     expected = whole.corrective_head(states, whole.embeddings.token)
     has_head = source.startswith("run")
-    assert ("note: generator_head: not in" in said) != has_head and "objective.disc_weight" not in said
+    assert ("note: generator_head: not in" in stderr) != has_head and "objective.disc_weight" not in stderr
     if has_head:
         assert_close(ours.generator_logits(IDS, MASK), expected)
 

@@ -69,10 +69,10 @@ def test_published_pair_is_imported_and_exported(tmp_path: Path, prefix: str, se
         assert (optimizer.name, optimizer.learning_rate) == ("adamw", 5e-5)
         assert torch.equal(imported.generator_embeddings.token, models["generator"].state_dict()[TABLE])
     for role, model in models.items():
-        again = load_file(tmp_path / "out" / role / "model.safetensors")
-        assert again.keys() == model.state_dict().keys()
-        assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items() if name != TABLE)
-        torch.testing.assert_close(again[TABLE], model.state_dict()[TABLE], rtol=0, atol=1e-7)
+        exported = load_file(tmp_path / "out" / role / "model.safetensors")
+        assert exported.keys() == model.state_dict().keys()
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in model.state_dict().items() if name != TABLE)
+        torch.testing.assert_close(exported[TABLE], model.state_dict()[TABLE], rtol=0, atol=1e-7)
         for source in ("v3", "run", "out"):
             assert load_encoder(tmp_path / source, role).shape.num_layers == model.config.num_hidden_layers
     hidden = hf_hidden(models["discriminator"], IDS, MASK)
@@ -130,10 +130,10 @@ def test_discriminator_gets_generator(
     path = generator if generator in ("small", "same-layers:2") else str(tmp_path / generator)
     capsys.readouterr()
     import_(tmp_path / source, out=tmp_path / "again", generator=path)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     ours = read_model(tmp_path / "again")
     assert ours.config.model.tying == "disentangled" and ours.config.optimizer.learning_rate == 5e-5
-    assert ("as the published code continues DeBERTaV3" in said) == (source == "alone")
+    assert ("as the published code continues DeBERTaV3" in stderr) == (source == "alone")
     expected = published_logits(models)
     assert_same({"": logits(ours)["discriminator"]}, {"": expected["discriminator"]})
     table = ours.generator_embeddings.token
@@ -142,11 +142,11 @@ def test_discriminator_gets_generator(
         assert_same({"": logits(ours)["generator"]}, {"": expected["generator"]})
     elif generator == "same-layers:2":
         del models["discriminator"].deberta.encoder.layer[2:]
-        assert "note: generator_head: not in" in said
+        assert "note: generator_head: not in" in stderr
         states = padded_hidden(load_encoder(tmp_path / "again", "generator"))
         assert_close(states, hf_hidden(models["discriminator"]))
     elif generator == "mlm":
-        assert "note: generator_head.position: not in" in said
+        assert "note: generator_head.position: not in" in stderr
         assert torch.equal(table, load_file(tmp_path / "mlm" / "model.safetensors")[TABLE])
 
 

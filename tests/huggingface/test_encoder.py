@@ -66,15 +66,19 @@ def write_words(folder: Path) -> None:
 def hf_folder(folder: Path, name: str, seed: int = 0, **settings: Any) -> transformers.PreTrainedModel:
     """Saves a random model of a class of `transformers`, with a tokenizer in the same folder."""
     model_class = getattr(transformers, name)
-    more: dict[str, Any] = {"embedding_size": 32} if name.startswith("Electra") else {}
+    class_settings: dict[str, Any] = {"embedding_size": 32} if name.startswith("Electra") else {}
     if name.startswith("ModernBert"):
-        more = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(("eos_token_id", "sep_token_id"), 3)
+        class_settings = dict.fromkeys(("bos_token_id", "cls_token_id"), 2) | dict.fromkeys(
+            ("eos_token_id", "sep_token_id"), 3
+        )
     if name.startswith("DistilBert"):
-        more = {"hidden_dim": 96}  # the other sizes are attributes with these names
+        class_settings = {"hidden_dim": 96}  # the other sizes are attributes with these names
     if name.startswith("Deberta"):
-        more = DEBERTA
+        class_settings = DEBERTA
     torch.manual_seed(seed)
-    model: transformers.PreTrainedModel = model_class(model_class.config_class(**SIZES | more | settings)).eval()
+    model: transformers.PreTrainedModel = model_class(
+        model_class.config_class(**SIZES | class_settings | settings)
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -171,9 +175,9 @@ def test_deberta_classes_match_transformers(tmp_path: Path, name: str, settings:
     assert_close(padded_hidden(encoder), hf_hidden(model))
     write_encoder(tmp_path / "again", encoder)
     assert load_encoder(tmp_path / "again").shape == encoder.shape
-    again, info = transformers.AutoModel.from_pretrained(tmp_path / "again", output_loading_info=True)
+    reloaded, info = transformers.AutoModel.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(info.values())
-    assert_close(hf_hidden(again.eval()), hf_hidden(model))
+    assert_close(hf_hidden(reloaded.eval()), hf_hidden(model))
 
 
 @pytest.mark.parametrize("model_type", SETTINGS)

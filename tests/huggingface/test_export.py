@@ -123,18 +123,18 @@ def test_transformers_loads_export_and_import_restores_it(tmp_path: Path, recipe
     assert back.config.objective.name == model.config.objective.name
     assert_same(logits(back), expected)
     import_(tmp_path / "out", out=tmp_path / "again")
-    again = read_model(tmp_path / "again")
-    assert_same(logits(again), expected)
+    restored = read_model(tmp_path / "again")
+    assert_same(logits(restored), expected)
     forgotten = {"data.corpus": "", "train.out": str(tmp_path / "again")}
-    assert again.config == Config.load(tmp_path / "again" / "config.toml")
-    differences = model.config.override(forgotten).differences(again.config)
+    assert restored.config == Config.load(tmp_path / "again" / "config.toml")
+    differences = model.config.override(forgotten).differences(restored.config)
     if model.config.objective.name == "mlm":
         differences = {name: pair for name, pair in differences.items() if not name.startswith("generator.")}
         differences.pop("model.tying", None)
     assert differences == {}
     imported = {"imported": True, "token_type_1_trained": recipe == "google"}
     assert checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "again")) == TrainState(**imported)
-    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+    assert [p.shape for p in restored.parameters()] == [p.shape for p in model.parameters()]
     tokenizer_files = {path.name: path.read_bytes() for path in (tmp_path / "run" / "tokenizer").iterdir()}
     for path in (tmp_path / "again" / "tokenizer").iterdir():
         if path.name != "tokenizer_config.json":
@@ -310,7 +310,7 @@ def test_folder_with_two_results_is_rejected(tmp_path: Path) -> None:
     hf_model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "encoder")
     assert_same({"encoder": hf_logits(hf_model)}, {"encoder": read_model(tmp_path / "out").encoder_logits(IDS, MASK)})
     shutil.copytree(tmp_path / "out" / "generator", tmp_path / "out" / "discriminator")
-    with pytest.raises(ValueError, match="has both discriminator/ and encoder/, but no model has both; remove one"):
+    with pytest.raises(ValueError, match="has discriminator/ and a different encoder/, but no model has both"):
         read_model(tmp_path / "out")
 
 
@@ -337,7 +337,7 @@ def test_tagger_is_not_a_detector(tmp_path: Path, labels: dict[str, str] | None)
     export(tmp_path / "run", out=tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": labels})
     for read in (read_model, lambda folder: load_encoder(folder, "discriminator"), read_detector):
-        with pytest.raises(ValueError, match="config.json: id2label = .* has the labels original and replaced"):
+        with pytest.raises(ValueError, match="config.json: id2label = .*: must be original and replaced for a detector"):
             read(tmp_path / "out" / "discriminator")
     load_encoder(tmp_path / "out" / "discriminator")  # every model has an encoder
 

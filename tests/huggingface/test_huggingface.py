@@ -77,18 +77,18 @@ def test_folders_of_other_publishers_load_and_train(tmp_path: Path, generator_hi
             expected = hf_models[role](input_ids=IDS, attention_mask=MASK).logits
             assert (actual - expected.view(actual.shape)).abs().max() <= 1e-5
     import_(tmp_path / "released", out=tmp_path / "run")
-    again = logits(read_model(tmp_path / "run"))
-    assert all(torch.equal(again[role], tensor) for role, tensor in logits(model).items())
+    reloaded = logits(read_model(tmp_path / "run"))
+    assert all(torch.equal(reloaded[role], tensor) for role, tensor in logits(model).items())
     export(tmp_path / "run", out=tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "generator")
     assert tokenizer("The cats")["input_ids"] == [2, 5, 6, 7, 3]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "how"), [("bert", "with a prefix"), ("modernbert", "bare"), ("bert", "our own export")]
+    ("architecture", "source"), [("bert", "with a prefix"), ("modernbert", "bare"), ("bert", "our own export")]
 )
 def test_headless_encoders_get_new_heads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, how: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, source: str
 ) -> None:
     same_width: dict[str, dict[str, Any]] = {"model.embedding_size": 64, "generator.fraction": 1.0}
     recipe, changes = ("google", {}) if architecture == "bert" else ("modern", same_width)
@@ -100,26 +100,26 @@ def test_headless_encoders_get_new_heads(
         whole.save_pretrained(tmp_path / "bare" / role)
         table = json.loads((tmp_path / "bare" / role / "config.json").read_text(encoding="utf-8"))
         assert table["architectures"] == [type(whole).__name__]
-        if how == "with a prefix":
+        if source == "with a prefix":
             path = tmp_path / "bare" / role / "model.safetensors"
             save_file({f"{base}.{name}": tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
         (tmp_path / "bare" / role / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
         with torch.no_grad():
             expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
-    if how != "our own export":
+    if source != "our own export":
         others_folders(tmp_path / "bare")
     with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
         read_model(tmp_path / "bare")
     capsys.readouterr()
     import_(tmp_path / "bare", out=tmp_path / "run")
-    said = capsys.readouterr().err.splitlines()
-    assert said[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
+    notes = capsys.readouterr().err.splitlines()
+    assert notes[:2] == [f"note: {role}_head: not in the folder, so it starts untrained" for role in expected]
     model = read_model(tmp_path / "run")
     export(tmp_path / "run", out=tmp_path / "again")
     for role in expected:
-        again = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
+        reloaded = transformers.AutoModel.from_pretrained(tmp_path / "again" / role).eval()
         with torch.no_grad():
-            assert (again(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
+            assert (reloaded(input_ids=IDS, attention_mask=MASK).last_hidden_state - expected[role]).abs().max() < 1e-5
     assert model.config.objective.name == "electra" and logits(model)["generator"].isfinite().all()
     import_(tmp_path / "bare" / "discriminator", out=tmp_path / "alone")  # a masked language model with a new head
     assert read_model(tmp_path / "alone").config.objective.name == "mlm"
@@ -150,11 +150,11 @@ def test_masked_language_models_of_other_types_are_imported_and_exported(
     trained = checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / "run")).token_type_1_trained
     assert trained == name.startswith("Bert")
     export(tmp_path / "run", out=tmp_path / "out")
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "generator").eval()
+    exported = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "generator").eval()
     with torch.no_grad():
-        assert_same({"generator": again(input_ids=IDS, attention_mask=MASK).logits}, {"generator": expected})
+        assert_same({"generator": exported(input_ids=IDS, attention_mask=MASK).logits}, {"generator": expected})
         hidden = model.base_model(input_ids=IDS, attention_mask=MASK).last_hidden_state
-        assert_same({"": again.electra(input_ids=IDS, attention_mask=MASK).last_hidden_state}, {"": hidden})
+        assert_same({"": exported.electra(input_ids=IDS, attention_mask=MASK).last_hidden_state}, {"": hidden})
     pairs = [("the cats sat", "a café in new york"), ("naïve", "")]
     tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / item) for item in ("model", "out/generator")]
     theirs, ours = (item(pairs).input_ids for item in tokenizers)

@@ -63,12 +63,12 @@ def test_cards_describe_the_training(tmp_path: Path, tiny_corpus: Path, recipe: 
 
 
 @pytest.mark.parametrize(
-    "told",
+    "requested",
     [{"language": ["no"], "license": "apache-2.0"}, {"language": ["hu", "zh-Hant"], "dataset": TEXTS, **BASE}],
 )
-def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, told: dict[str, Any]) -> None:
-    export(whole_run, out=tmp_path / "out", **told)
-    entries = {"datasets" if name == "dataset" else name: value for name, value in told.items()}
+def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, requested: dict[str, Any]) -> None:
+    export(whole_run, out=tmp_path / "out", **requested)
+    entries = {"datasets" if name == "dataset" else name: value for name, value in requested.items()}
     evaluation = json.loads((whole_run / "evaluations.jsonl").read_text().splitlines()[-1])
     for role in ("discriminator", "generator"):
         card = ModelCard.load(tmp_path / "out" / role / "README.md")
@@ -82,7 +82,7 @@ def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, t
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("requested", "message"),
     [
         ({"language": ["Hungarian"]}, "language = 'Hungarian': must be a code such as hu, en or zh-Hant"),
         ({"language": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
@@ -91,9 +91,9 @@ def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, t
         ({"base_model": "./model"}, "'./model': must be a name on the Hugging Face Hub"),
     ],
 )
-def test_invalid_metadata_is_rejected(tmp_path: Path, whole_run: Path, told: dict[str, Any], message: str) -> None:
+def test_invalid_metadata_is_rejected(tmp_path: Path, whole_run: Path, requested: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        export(whole_run, out=tmp_path / "out", **told)
+        export(whole_run, out=tmp_path / "out", **requested)
     assert not (tmp_path / "out").exists()
 
 

@@ -194,8 +194,8 @@ def test_sentence_transformers_embeddings(exported: Export, tmp_path: Path) -> N
     columns = [model.preprocess(list(column)) for column in zip(*PAIRS, strict=True)]
     steps(model.parameters(), lambda: loss([dict(column) for column in columns], None))
     model.save_pretrained(str(tmp_path / "saved"))
-    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
-    np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
+    reloaded = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    np.testing.assert_array_equal(reloaded.encode(TEXTS), model.encode(TEXTS))
     assert_read_back(tmp_path / "saved", model[0].auto_model, out / "encoder")
 
 
@@ -230,8 +230,8 @@ def test_sentence_transformers_cross_encoder(exported: Export, tmp_path: Path) -
     score = torch.nn.functional.binary_cross_entropy_with_logits
     steps(model.parameters(), lambda: score(model(dict(batch))["scores"].flatten(), targets))
     model.save_pretrained(str(tmp_path / "saved"))
-    again = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
-    np.testing.assert_array_equal(again.predict(PAIRS), model.predict(PAIRS))
+    reloaded = sentence_transformers.CrossEncoder(str(tmp_path / "saved"), device="cpu")
+    np.testing.assert_array_equal(reloaded.predict(PAIRS), model.predict(PAIRS))
     assert_read_back(tmp_path / "saved", model[0].auto_model.base_model, out / "encoder")
 
 

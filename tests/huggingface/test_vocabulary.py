@@ -101,7 +101,7 @@ def test_all_tables_have_rows_of_the_same_entries(
     model = make_run(tmp_path / "run", recipe, {"model.tying": tying})
     old = ef.Tokenizer(tmp_path / "run")
     changed = with_vocabulary(model, tmp_path / "run/tokenizer", vocabulary(tmp_path / "new", *MADE_OF, "ŋ"))
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     before = dict(model.named_parameters())
     after = dict(changed.named_parameters())
     special = [old.special_tokens[role] for role in ("mask", "sep", "pad", "unk", "cls")]
@@ -116,7 +116,7 @@ def test_all_tables_have_rows_of_the_same_entries(
             assert torch.equal(row, rows[ids[0]]) if len(ids) == 1 else torch.allclose(row, rows[ids].mean(0))
         assert torch.allclose(after[name][-1], rows.mean(0), atol=1e-6) and len(after[name]) == 13
     assert changed.config.differences(model.config).keys() == {"model.vocab_size"}
-    assert "200 entries become 13: 9 keep a row, 3 start as the mean of several, 1 start as the mean of all; " in said
+    assert "200 entries become 13: 9 keep a row, 3 start as the mean of several, 1 start as the mean of all; " in stderr
 
 
 def test_same_entries_change_nothing_and_means_exclude_padding(tmp_path: Path) -> None:

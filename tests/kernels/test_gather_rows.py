@@ -28,8 +28,8 @@ def test_equals_indexing(num_rows, width, num_gathered, dtype):
         gathered = gather_rows(x, ids)
         assert torch.equal(gathered, x[index])
         (gradient,) = torch.autograd.grad(gathered, x, dy)
-        (again,) = torch.autograd.grad(gather_rows(x, ids), x, dy)
-        assert torch.equal(gradient, again)
+        (repeated,) = torch.autograd.grad(gather_rows(x, ids), x, dy)
+        assert torch.equal(gradient, repeated)
         magnitude = torch.zeros_like(expected).index_add_(0, index, dy.double().abs())
         assert ((gradient.double() - expected).abs() <= 8 * torch.finfo(dtype).eps * magnitude).all()
 

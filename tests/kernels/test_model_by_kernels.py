@@ -76,8 +76,8 @@ def test_kernels_equal_references_and_compile_without_a_graph_break(architecture
     with use_impl("kernel"):
         by_kernels, their_gradients = logits_and_gradients(model)
         compiled = torch.compile(replaced_logits, backend="aot_eager", fullgraph=True)
-        again, gradients_again = logits_and_gradients(model, replaced_logits=compiled)
-    assert_same_bits([*again, *gradients_again.values()], [*by_kernels, *their_gradients.values()])
+        compiled_logits, gradients_again = logits_and_gradients(model, replaced_logits=compiled)
+    assert_same_bits([*compiled_logits, *gradients_again.values()], [*by_kernels, *their_gradients.values()])
     for ours, theirs in zip(by_kernels, logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert gradients.keys() == their_gradients.keys()

@@ -179,13 +179,13 @@ def pretend(monkeypatch, card):
 
 def checked(check, step, config, compute, backends=(), compares_shapes=False):
     """Adds the records of a check of attention backends, or of operations, and returns the calls that it expects."""
-    told = []
+    records = []
     subject = "attention" if backends else "operations"
-    checker = FinishedCheck(Request(subject, config, None, "cuda:0", compute, 2, tuple(backends)), told.append)
+    checker = FinishedCheck(Request(subject, config, None, "cuda:0", compute, 2, tuple(backends)), records.append)
     checker.batch = step._batch(2)
     checker.compares_shapes = compares_shapes
     checker.observe(step._model.train(), on_cuda(torch.zeros(2, dtype=torch.int64)))
-    check.records |= {(record.operation, record.implementation): record for record in told}
+    check.records |= {(record.operation, record.implementation): record for record in records}
     return checker.expected
 
 

@@ -176,8 +176,8 @@ def test_short_draws_one_mask_per_weight() -> None:
     weights = ops.dropout_reference(torch.ones(300, NUM_HEADS * 100), dropout).view(300, NUM_HEADS, 100)
     torch.testing.assert_close(out, weights.mean(2)[:, :, None].expand(out.shape))
     last = Dropout(0.3, torch.tensor([3, 4, 700]), 6)
-    again = short_attention_reference(product[200:], None, ids[2:], None, None, NUM_HEADS, None, last)
-    assert torch.equal(again.view(100, NUM_HEADS, HEAD_DIM), out[200:])
+    repeated = short_attention_reference(product[200:], None, ids[2:], None, None, NUM_HEADS, None, last)
+    assert torch.equal(repeated.view(100, NUM_HEADS, HEAD_DIM), out[200:])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

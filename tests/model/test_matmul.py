@@ -56,8 +56,8 @@ def test_products_are_fp32_and_repeat_bitwise(onednn, tokens, inputs, outputs):
     exact = products(*(factor.double() for factor in factors))
     with use_matmul(ONEDNN):
         actual = products(*factors)
-        again = products(*factors)
-    for ours, theirs, expected in zip(actual, again, exact, strict=True):
+        repeated = products(*factors)
+    for ours, theirs, expected in zip(actual, repeated, exact, strict=True):
         assert relative(ours, expected) < MAX_DIFFERENCE and torch.equal(ours, theirs)
 
 

@@ -230,8 +230,8 @@ def test_initial_weights_are_a_normal_truncated_at_two_deviations() -> None:
     assert abs(inside - 0.6827 / 0.9545) < 0.001
     assert all(p.eq(0).all() for name, p in model.named_parameters() if name.endswith("bias"))
     state = torch.get_rng_state()
-    again = Electra(model.config.override({"train.seed": 1}))
-    assert not torch.equal(again.embeddings.token, model.embeddings.token)
+    repeated = Electra(model.config.override({"train.seed": 1}))
+    assert not torch.equal(repeated.embeddings.token, model.embeddings.token)
     assert torch.equal(Electra(model.config).embeddings.token, model.embeddings.token)
     assert torch.equal(torch.get_rng_state(), state)
 

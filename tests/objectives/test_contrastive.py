@@ -93,8 +93,8 @@ def test_positions_of_electra15(name):
     # The sampled fraction of masked tokens equals the fraction of all. (Unmasked tokens alone are all original.)
     share = counted[masked].float().mean()
     assert abs(share - (masked.sum(1).float() ** 2).sum() / 10 / masked.sum()) < 4.5 * (0.21 / masked.sum()) ** 0.5
-    again = objective.counted(inputs, RngKey(KEY + 1)).view(ROWS, LENGTH)
-    assert not torch.equal(again, counted)
+    repeated = objective.counted(inputs, RngKey(KEY + 1)).view(ROWS, LENGTH)
+    assert not torch.equal(repeated, counted)
     few = make_batch(4)
     parts = [objective.counted(read(half, RngKey(KEY, row), config), RngKey(KEY, row)) for row, half in halves(few)]
     assert torch.equal(torch.cat(parts), objective.counted(read(few, RngKey(KEY), config), RngKey(KEY)))

@@ -120,8 +120,8 @@ def test_resumes_exactly_before_at_and_after_the_switch(run_of, validation_corpu
     capsys.readouterr()
     assert_same_run(resumed(whole, tmp_path / "run", step, validation_corpus, tiny_config(**CHANGES[name])), whole)
     if name == "two-stage":
-        said = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
-        assert (said in capsys.readouterr().err) == (step <= SWITCH)
+        stderr = f"step {SWITCH}: replaced-token detection against the frozen generator begins: the optimizer's moments"
+        assert (stderr in capsys.readouterr().err) == (step <= SWITCH)
 
 
 def test_diagnostics_wait_for_the_warmup_of_a_stage(run_of, validation_corpus, tmp_path, monkeypatch):
@@ -143,18 +143,18 @@ def test_first_stage_equals_mlm(run_of, validation_corpus, tmp_path):
 
 
 def test_extended_run_keeps_its_switch(run_of, validation_corpus, tmp_path, capsys):
-    for name, change, said in (
+    for name, change, stderr in (
         ("two-stage", {"train.steps": "48"}, "train.steps = 48, but .* with 24, and a change would move the boundary"),
         ("generator first", {"objective.generator_first": "12"}, "generator_first = 12, but .* with 9, and a change"),
     ):
         run = shutil.copytree(run_of(name), tmp_path / name)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=stderr):
             pretrain(validation_corpus, config=tiny_config(**CHANGES[name] | change), out=run, allow_changes=True)
     longer = tiny_config(**GENERATOR_FIRST | {"train.steps": "26"})
     assert pretrain(validation_corpus, config=longer, out=run).step == 26
     rate = (1 - (24 - FIRST) / (26 - FIRST)) * 1e-3
-    said = f"the learning rate at step 24 is {rate:.3g} (before: 0) and falls to 0 at step 26"
-    assert said in capsys.readouterr().err
+    stderr = f"the learning rate at step 24 is {rate:.3g} (before: 0) and falls to 0 at step 26"
+    assert stderr in capsys.readouterr().err
 
 
 def test_learning_rates_follow_the_longer_stage():

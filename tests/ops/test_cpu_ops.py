@@ -256,9 +256,9 @@ def test_self_attention_does_not_change_the_mask(num_heads=1):
     inputs = attention_inputs(num_heads, torch.float32)
     bias = inputs[2].bias(torch.float32)
     before = bias.clone()
-    first, again = (attended(inputs, num_heads) for _ in range(2))
+    first, repeated = (attended(inputs, num_heads) for _ in range(2))
     assert torch.equal(bias, before) and inputs[2].bias(torch.float32) is bias
-    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(first, repeated, strict=True))
     assert inputs[2].bias(torch.bfloat16).dtype == torch.bfloat16  # a cached one of another dtype is not used
 
 

@@ -92,8 +92,8 @@ def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
     for rows in (torch.arange(50, 120), torch.randperm(200, generator=random), torch.tensor([7])):
         assert torch.equal(sample_categorical(logits[rows], slots[rows], key), whole[rows])
     for changed in ((2**40 + 2, 9), (2**41 + 1, 9), (2**40 + 1, 10)):
-        again = sample_categorical(logits, slots, torch.tensor(changed))
-        assert (again != whole).double().mean() > 0.9
+        repeated = sample_categorical(logits, slots, torch.tensor(changed))
+        assert (repeated != whole).double().mean() > 0.9
     assert (sample_categorical(logits, slots + 1, key) != whole).double().mean() > 0.9
 
 

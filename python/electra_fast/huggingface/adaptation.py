@@ -235,8 +235,8 @@ def restarted(config: Config) -> Config:
     fresh = {"optimizer.warmup_steps": "-1"} | dict.fromkeys(HARDWARE_KEYS, AUTO)
     fresh |= dict.fromkeys(("data.corpus", "train.out", "train.mirror"), "") | {"train.max_minutes": "0"}
     if config.model.architecture == "modernbert":
-        left = config.override(dict.fromkeys(rates, "0")).resolved()
-        fresh |= {name: "0" for name in rates if config.value(name) == left.value(name)}
+        derived = config.override(dict.fromkeys(rates, "0")).resolved()
+        fresh |= {name: "0" for name in rates if config.value(name) == derived.value(name)}
     return config.override(fresh)
 
 

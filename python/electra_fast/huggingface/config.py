@@ -374,9 +374,9 @@ def _rope_theta(table: Mapping[str, Any], layer_type: str, older_key: str, defau
     rope = parameters.get(layer_type) or {} if isinstance(parameters, dict) else None
     if not isinstance(rope, dict):
         raise InputError(f"rope_parameters = {parameters!r}: must have an object for each layer type")
-    odd = (parameters.keys() - {_GLOBAL, _LOCAL}) | (rope.keys() - {"rope_type", "rope_theta"})
-    if odd := [name for name in sorted(odd) if parameters.get(name, rope.get(name)) is not None]:
-        raise InputError(f"rope_parameters: {odd[0]} is not supported; remove it")
+    unknown = (parameters.keys() - {_GLOBAL, _LOCAL}) | (rope.keys() - {"rope_type", "rope_theta"})
+    if unknown := [name for name in sorted(unknown) if parameters.get(name, rope.get(name)) is not None]:
+        raise InputError(f"rope_parameters: {unknown[0]} is not supported; remove it")
     if rope.get("rope_type", "default") != "default":
         raise InputError(f"rope_type = {rope['rope_type']!r} of {layer_type}: must be 'default'")
     theta = rope.get("rope_theta", table.get(older_key, default))

@@ -84,16 +84,16 @@ def _sources(before: Tokenizer, after: Tokenizer) -> list[list[int]]:
     has_same_marks = old.marks == new.marks
     has_same_text = old.rules["normalizer"] == new.rules["normalizer"]
     sources: list[list[int]] = [[] for _ in range(after.vocab_size)]
-    asked = []
+    remaining = []
     for number, key in new.keys.items():
         is_added = number in new.added
         known = old.ids.get(new.names[number]) if has_same_marks or is_added else old.ids_of_keys.get(key)
         if known is not None:
             sources[number] = [known]
         if known is None or not (has_same_text or is_added):
-            asked.append(number)
-    pieces = old.pieces([new.keys[number] for number in asked]) if asked else []
-    for number, ids in zip(asked, pieces, strict=True):
+            remaining.append(number)
+    pieces = old.pieces([new.keys[number] for number in remaining]) if remaining else []
+    for number, ids in zip(remaining, pieces, strict=True):
         # If the old tokenizer normalizes an entry, such as to lower case, that entry's row was never trained.
         is_unchanged = b"".join(old.keys[piece][1] for piece in ids) == new.keys[number][1]
         if not sources[number] or (ids and not is_unchanged):

@@ -367,9 +367,9 @@ def segment_attention(
     parts = zip(torch.split(qkv_KX, [group.num_slots for group in layout.groups]), layout.groups, strict=True)
     mixed = []
     for qkv, group in parts:
-        beyond = layout.longest - group.length
-        near = relative and (relative[0][:, beyond : -beyond or None], relative[1][:, beyond : -beyond or None])
-        mixed.append(self_attention(qkv, group.bias, group.num_segments, num_heads, dropout, near))
+        excess = layout.longest - group.length
+        cropped = relative and (relative[0][:, excess : -excess or None], relative[1][:, excess : -excess or None])
+        mixed.append(self_attention(qkv, group.bias, group.num_segments, num_heads, dropout, cropped))
     mixed_KD = torch.cat(mixed)
     mixed_TD: Tensor = _Rearranged.apply(mixed_KD, layout.slot_T, layout.token_K, layout.padding)
     return mixed_TD

@@ -171,14 +171,14 @@ class FeedForward(torch.autograd.Function):
         norm_weight_D: Tensor,
         norm_bias_D: Tensor,
         eps: float,
-        how: str,
+        kernel: str,
         *dropout: Any,
     ) -> Tensor:
         in_weight_FD = cast(in_weight_FD, x_TD.dtype)
         out_weight_DF = cast(out_weight_DF, x_TD.dtype)
-        ctx.how = how
-        if how != "apart":
-            h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F, how == "pipelined")
+        ctx.kernel = kernel
+        if kernel != "apart":
+            h_TF, inner_TF = kernels().matmul_gelu(x_TD, in_weight_FD, in_bias_F, kernel == "pipelined")
         else:
             h_TF = x_TD @ in_weight_FD.T
             inner_TF = kernels().bias_gelu(h_TF, in_bias_F)
@@ -197,8 +197,8 @@ class FeedForward(torch.autograd.Function):
         dropout = (ctx.probability, key, ctx.call_index)
         dz_TD, dresidual_TD, partial_P3D = _residual_norm_backward(dropout, dy_TD, x_TD, *normed)
         dout_weight = Branch(weight_gradient, dz_TD, inner_TF)
-        if ctx.how != "apart":
-            dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF, ctx.how == "pipelined")
+        if ctx.kernel != "apart":
+            dh_TF, partial_PF = kernels().matmul_gelu_backward(dz_TD, out_weight_DF, h_TF, ctx.kernel == "pipelined")
         else:
             dh_TF, partial_PF = kernels().bias_gelu_backward(dz_TD @ out_weight_DF, h_TF, in_bias_F)
         din_bias_F, *dnorm = _vector_gradients(partial_PF, partial_P3D)
@@ -291,14 +291,14 @@ class GatedFeedForward(torch.autograd.Function):
         norm_weight_D: Tensor,
         norm_bias_D: Tensor | None,
         eps: float,
-        how: str,
+        kernel: str,
         *dropout: Any,
     ) -> tuple[Tensor, Tensor]:
         in_weight = cast(in_weight, x_TD.dtype)
         out_weight_DF = cast(out_weight_DF, x_TD.dtype)
-        ctx.how = how
-        if how != "apart":
-            h, inner_TF = kernels().matmul_geglu(x_TD, in_weight, how == "pipelined")
+        ctx.kernel = kernel
+        if kernel != "apart":
+            h, inner_TF = kernels().matmul_geglu(x_TD, in_weight, kernel == "pipelined")
         else:
             h = x_TD @ in_weight.T
             inner_TF = kernels().geglu(h)
@@ -313,8 +313,8 @@ class GatedFeedForward(torch.autograd.Function):
         dz_TD, dresidual_TD, partial_PSD = _add_norm_backward(ctx, *gradients, *saved)
         dout_weight = Branch(weight_gradient, dz_TD, inner_TF)
         dnorm = _norm_gradients(partial_PSD)[1:]
-        if ctx.how != "apart":
-            dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.how == "pipelined")
+        if ctx.kernel != "apart":
+            dh = kernels().matmul_geglu_backward(dz_TD, out_weight_DF, h, ctx.kernel == "pipelined")
         else:
             dh = kernels().geglu_backward(dz_TD @ out_weight_DF, h)
         din_weight = Branch(weight_gradient, dh, x_TD)

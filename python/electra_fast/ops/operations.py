@@ -362,12 +362,12 @@ def feed_forward_kernels(x_TD: Tensor, inner_width: int, *, is_gated: bool = Fal
 @operation
 def feed_forward(x_TD: Tensor, weights: SublayerWeights, eps: float, dropout: Dropout) -> Tensor:
     """norm(x + dropout(gelu(x @ in_weight.T + in_bias) @ out_weight.T + out_bias)); [T, D] → [T, D]."""
-    how = choice("feed_forward", x_TD)
-    if how != "reference" and dropout.has_kernel:
-        how = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if how == "kernel" else how
-        if how == "narrow":
+    kernel = choice("feed_forward", x_TD)
+    if kernel != "reference" and dropout.has_kernel:
+        kernel = feed_forward_kernels(x_TD, weights.in_weight.shape[0])[0] if kernel == "kernel" else kernel
+        if kernel == "narrow":
             return fused.NarrowFeedForward.apply(x_TD, *weights, eps, *dropout.arguments)
-        return fused.FeedForward.apply(x_TD, *weights, eps, how, *dropout.arguments)
+        return fused.FeedForward.apply(x_TD, *weights, eps, kernel, *dropout.arguments)
     inner_TF = bias_gelu(x_TD, weights.in_weight, weights.in_bias)
     return residual_norm(inner_TF, *weights[2:4], x_TD, *weights[4:], eps, dropout)
 
@@ -387,15 +387,15 @@ def gated_feed_forward(
 
     [T, D], [2F, D], [D, F], [T, D] → two [T, D], as in `add_norm`.
     """
-    how = choice("gated_feed_forward", x_TD)
+    kernel = choice("gated_feed_forward", x_TD)
     norm = (residual_TD, norm_weight_D, norm_bias_D, eps)
-    if how != "reference" and dropout.has_kernel:
+    if kernel != "reference" and dropout.has_kernel:
         inner_width = out_weight_DF.shape[1]
-        how = feed_forward_kernels(x_TD, inner_width, is_gated=True)[0] if how == "kernel" else how
+        kernel = feed_forward_kernels(x_TD, inner_width, is_gated=True)[0] if kernel == "kernel" else kernel
         weights = (in_weight, out_weight_DF)
-        if how == "narrow":
+        if kernel == "narrow":
             return fused.NarrowGatedFeedForward.apply(x_TD, *weights, *norm, *dropout.arguments)
-        return fused.GatedFeedForward.apply(x_TD, *weights, *norm, how, *dropout.arguments)
+        return fused.GatedFeedForward.apply(x_TD, *weights, *norm, kernel, *dropout.arguments)
     return add_norm(geglu(x_TD, in_weight), out_weight_DF, *norm, dropout)
 
 

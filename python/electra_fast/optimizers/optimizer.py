@@ -296,5 +296,5 @@ class Optimizer:
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if a state belongs to other trained parameters or another rule."""
-        if odd := sorted(self.state_dict().keys() ^ state.keys()):
-            raise InputError(f"optimizer state of another model or rule: only one of the two has {odd[0]}")
+        if unmatched := sorted(self.state_dict().keys() ^ state.keys()):
+            raise InputError(f"optimizer state of another model or rule: only one of the two has {unmatched[0]}")
