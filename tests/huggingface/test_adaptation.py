@@ -226,9 +226,9 @@ def test_unsuitable_sources_are_rejected(tmp_path: Path) -> None:
     refused(tmp_path / "model", "model: has only the discriminator, but a generator must predict masked tokens; pass a")
     changes: dict[str, tuple[str, dict[str, Any], str]] = {
         "headless": ("ElectraModel", {}, "headless: an encoder without a masked-language-model head"),
-        "others": ("ModernBertForMaskedLM", {}, "others: architecture = 'modernbert', but the discriminator's is"),
-        "more": ("ElectraForMaskedLM", {"vocab_size": 240}, "more: vocab_size = 240, but the discriminator's is 200"),
-        "odd": ("ElectraForMaskedLM", {"intermediate_size": 60}, "odd: intermediate_size = 60, but generator.fraction"),
+        "others": ("ModernBertForMaskedLM", {}, "others: architecture = 'modernbert': must be 'bert'"),
+        "more": ("ElectraForMaskedLM", {"vocab_size": 240}, "more: vocab_size = 240: must be 200, as in the"),
+        "odd": ("ElectraForMaskedLM", {"intermediate_size": 60}, "odd: intermediate_size = 60: must be "),
         "wide": ("ElectraForMaskedLM", {"num_attention_heads": 8}, "the generator .*wide: generator.fraction = 2"),
         "words": ("ElectraForMaskedLM", {}, "words/vocab.txt: must have the same vocabulary as .*model/vocab.txt"),
         "none": ("ElectraForMaskedLM", {}, "none: has no tokenizer"),

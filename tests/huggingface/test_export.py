@@ -176,7 +176,7 @@ def test_untrained_token_type_is_exported_as_type_0(tmp_path: Path) -> None:
         import_(tmp_path / "out", out=tmp_path / "again")
 
 
-def others_folders(folder: Path) -> None:
+def remove_our_keys(folder: Path) -> None:
     """Removes our keys from the folders' config.json, as in models from other programs."""
     for path in folder.glob("*/config.json"):
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ def test_import_records_whether_token_type_1_was_trained(tmp_path: Path, tiny_co
     was_copied = origin != "google"
     assert [torch.equal(*table) for table in type_tables(tmp_path / "out")] == [was_copied] * 2
     if origin == "others":
-        others_folders(tmp_path / "out")
+        remove_our_keys(tmp_path / "out")
         for role in ("discriminator", "generator"):
             path = tmp_path / "out" / role / "model.safetensors"
             tensors = load_file(path)
@@ -337,7 +337,9 @@ def test_tagger_is_not_a_detector(tmp_path: Path, labels: dict[str, str] | None)
     export(tmp_path / "run", out=tmp_path / "out")
     edit_config(tmp_path / "out" / "discriminator", {"id2label": labels})
     for read in (read_model, lambda folder: load_encoder(folder, "discriminator"), read_detector):
-        with pytest.raises(ValueError, match="config.json: id2label = .*: must be original and replaced for a detector"):
+        with pytest.raises(
+            ValueError, match="config.json: id2label = .*: must be original and replaced for a detector"
+        ):
             read(tmp_path / "out" / "discriminator")
     load_encoder(tmp_path / "out" / "discriminator")  # every model has an encoder
 

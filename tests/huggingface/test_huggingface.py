@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_encoder import ROBERTA, hf_folder
-from test_export import IDS, MASK, WORDS, assert_same, edit_config, logits, others_folders
+from test_export import IDS, MASK, WORDS, assert_same, edit_config, logits, remove_our_keys
 from test_pair_templates import save_tokenizer
 from variants import randomized
 
@@ -107,7 +107,7 @@ def test_headless_encoders_get_new_heads(
         with torch.no_grad():
             expected[role] = whole(input_ids=IDS, attention_mask=MASK).last_hidden_state
     if source != "our own export":
-        others_folders(tmp_path / "bare")
+        remove_our_keys(tmp_path / "bare")
     with pytest.raises(ValueError, match="bare/discriminator: an encoder without a head; fine-tune"):
         read_model(tmp_path / "bare")
     capsys.readouterr()
@@ -157,7 +157,7 @@ def test_masked_language_models_of_other_types_are_imported_and_exported(
         assert_same({"": exported.electra(input_ids=IDS, attention_mask=MASK).last_hidden_state}, {"": hidden})
     pairs = [("the cats sat", "a café in new york"), ("naïve", "")]
     tokenizers = [transformers.AutoTokenizer.from_pretrained(tmp_path / item) for item in ("model", "out/generator")]
-    theirs, ours = (item(pairs).input_ids for item in tokenizers)
+    theirs, ours = (tokenizer(pairs).input_ids for tokenizer in tokenizers)
     assert theirs == ours and len(ours[0]) > 10
 
 
@@ -169,7 +169,7 @@ def test_separate_output_table_is_rejected_with_its_original_name(tmp_path: Path
     tensors["lm_head.decoder.weight"] = tensors["roberta.embeddings.word_embeddings.weight"].clone()
     tensors["lm_head.decoder.bias"] = tensors["lm_head.bias"] + 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="tensors lm_head.bias and lm_head.decoder.bias differ, but are one"):
+    with pytest.raises(ValueError, match="tensors lm_head.bias and lm_head.decoder.bias differ, but the model has one"):
         read_model(tmp_path)
     load_encoder(tmp_path)
 
@@ -191,15 +191,20 @@ def test_embeddings_that_differ_in_one_bit_are_not_shared(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("recipe", "role", "changes", "message"),
     [
-        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0, but the discriminator's is 1e-05"),
+        ("google", "discriminator", {"layer_norm_eps": 1e-5}, "norm_eps = 0.0: must be 1e-05, as in the discriminator"),
         ("google", "discriminator", {"architectures": ["ElectraModel"]}, "discriminator: an encoder without a head"),
-        ("google", "discriminator", {"architectures": ["X"]}, "a discriminator is ElectraForPreTraining"),
-        ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100, but generator.fraction = 0.5"),
-        ("google", "generator", {"max_position_embeddings": 64}, "max_positions = 64, but the discriminator's is 128"),
+        ("google", "discriminator", {"architectures": ["X"]}, "must be ElectraForPreTraining for a discriminator"),
+        ("google", "generator", {"intermediate_size": 100}, "intermediate_size = 100: must be "),
+        (
+            "google",
+            "generator",
+            {"max_position_embeddings": 64},
+            "max_positions = 64: must be 128, as in the discriminator",
+        ),
         ("google", "generator", {"num_attention_heads": 4}, "generator.fraction = 2.0: must be above 0 and at most 1"),
-        ("modern", "generator", {"local_attention": 128}, "local_attention = 128, but the discriminator's is 0"),
-        ("modern", "generator", {"rope_parameters": None, "global_rope_theta": 7.0}, "rope_theta = 7.0, but the discr"),
-        ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True is not supported"),
+        ("modern", "generator", {"local_attention": 128}, "local_attention = 128: must be 0, as in the disc"),
+        ("modern", "generator", {"rope_parameters": None, "global_rope_theta": 7.0}, "rope_theta = 7.0: must be"),
+        ("modern", "discriminator", {"classifier_bias": True}, "classifier_bias = True: must be False"),
         ("modern", "discriminator", {"electra_fast": {"model": {"x": 1}}}, "electra_fast: unknown key model.x"),
     ],
 )

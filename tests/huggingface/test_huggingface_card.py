@@ -85,7 +85,7 @@ def test_cards_contain_the_requested_metadata(tmp_path: Path, whole_run: Path, r
     ("requested", "message"),
     [
         ({"language": ["Hungarian"]}, "language = 'Hungarian': must be a code such as hu, en or zh-Hant"),
-        ({"language": ["hu\nlicense: x"]}, "language 'hu.nlicense: x' is not a code"),
+        ({"language": ["hu\nlicense: x"]}, "language = 'hu.nlicense: x': must be a code"),
         ({"license": "Apache 2.0"}, "license = 'Apache 2.0': must be an identifier such as apache-2.0"),
         ({"dataset": ["texts/de/part"]}, "'texts/de/part': must be a name on the Hugging Face Hub, such as owner/name"),
         ({"base_model": "./model"}, "'./model': must be a name on the Hugging Face Hub"),

@@ -102,7 +102,7 @@ def test_missing_requirements_are_reported(package: types.ModuleType, monkeypatc
             flash_attention_4.missing(card, 64)
         )
     for head_dim in (136, 12):
-        assert "heads of a multiple of 8" in str(flash_attention_4.missing(hopper, head_dim))
+        assert "a head dimension that is a multiple of 8" in str(flash_attention_4.missing(hopper, head_dim))
     monkeypatch.setattr(package, "_flash_attn_fwd", math.sin)
     assert "the installed one fails: TypeError: " in str(flash_attention_4.missing(hopper, 64))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)

@@ -6,7 +6,7 @@ from test_electra import COMPUTE, KEY, LENGTH, SLOTS, halves, make_batch, make_c
 from variants import VARIANTS
 
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.electra import keep_some_whole, sentence_totals
+from electra_fast.objectives.electra import restore_some_segments, sentence_totals
 from electra_fast.objectives.objective import MicroBatch, RngKey, corrupt, read_inputs
 
 ROWS = 2000
@@ -17,15 +17,15 @@ def read(batch, key, config=None):
     return read_inputs(model, MicroBatch(batch, COMPUTE, key))
 
 
-def whole_slots(batch, key):
+def unchanged_slots(batch, key):
     """Returns the slots of real masks that have their original token; no sample equals it."""
-    samples = keep_some_whole(read(batch, key), torch.full((batch["masked_ids"].numel(),), -1), key)
+    samples = restore_some_segments(read(batch, key), torch.full((batch["masked_ids"].numel(),), -1), key)
     return (samples.view(-1, SLOTS) >= 0) & (batch["masked_weights"] > 0)
 
 
 def test_a_fifth_of_the_segments_stays_unchanged():
     batch = make_batch(ROWS)
-    is_whole = whole_slots(batch, RngKey(KEY))
+    is_whole = unchanged_slots(batch, RngKey(KEY))
     used = batch["masked_weights"] > 0
     segment = torch.where(used, batch["masked_positions"] // 5, -1)  # 0 or 1
     shares = []
@@ -44,14 +44,14 @@ def test_a_fifth_of_the_segments_stays_unchanged():
 
 def test_unchanged_segments_depend_on_step_and_row_only():
     batch = make_batch(ROWS)
-    first = whole_slots(batch, RngKey(KEY))
-    assert torch.equal(first, whole_slots(batch, RngKey(KEY)))
-    assert not torch.equal(first, whole_slots(batch, RngKey(KEY + 1)))
+    first = unchanged_slots(batch, RngKey(KEY))
+    assert torch.equal(first, unchanged_slots(batch, RngKey(KEY)))
+    assert not torch.equal(first, unchanged_slots(batch, RngKey(KEY + 1)))
     few = make_batch(4)
-    parts = [whole_slots(half, RngKey(KEY, torch.tensor(row))) for row, half in halves(few)]
-    assert torch.equal(torch.cat(parts), whole_slots(few, RngKey(KEY)))
+    parts = [unchanged_slots(half, RngKey(KEY, torch.tensor(row))) for row, half in halves(few)]
+    assert torch.equal(torch.cat(parts), unchanged_slots(few, RngKey(KEY)))
     one_row = {name: tensor[:1].repeat(200, 1) for name, tensor in batch.items() if name != "cu_seqlens"}
-    alike = whole_slots(one_row | {"cu_seqlens": None}, RngKey(KEY))
+    alike = unchanged_slots(one_row | {"cu_seqlens": None}, RngKey(KEY))
     assert alike.any() and not alike.any(1).all()
 
 
@@ -60,7 +60,7 @@ def test_head_counts_recognized_texts():
     model = make_model(make_config(**VARIANTS["contrastive"]))
     batch = make_batch(64)
     inputs = read_inputs(model, MicroBatch(batch, COMPUTE, RngKey(KEY)))
-    samples = keep_some_whole(inputs, (inputs.slots.target_M + 1) % 50, RngKey(KEY))
+    samples = restore_some_segments(inputs, (inputs.slots.target_M + 1) % 50, RngKey(KEY))
     _, replaced_T = corrupt(inputs, samples)
     per_segment = replaced_T.view(64, LENGTH)[:, :10].view(64, 2, 5).any(2)
     hidden_TD = torch.zeros(replaced_T.shape[0], 64)

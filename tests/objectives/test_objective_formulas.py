@@ -12,7 +12,7 @@ from variants import VARIANTS
 
 from electra_fast.model.attention import AttentionMask
 from electra_fast.objectives import objective_of
-from electra_fast.objectives.electra import keep_some_whole
+from electra_fast.objectives.electra import restore_some_segments
 from electra_fast.objectives.objective import MicroBatch, RngKey, generate, read_inputs
 
 VOCAB = 11
@@ -33,7 +33,7 @@ def samples_of(model, batch):
     with torch.no_grad():
         sample_M = generate(model, inputs, RngKey(KEY)).sample_M
     if model.config.objective.contrastive_weight:
-        sample_M = keep_some_whole(inputs, sample_M, RngKey(KEY))
+        sample_M = restore_some_segments(inputs, sample_M, RngKey(KEY))
     return sample_M.view(-1, SLOTS)
 
 

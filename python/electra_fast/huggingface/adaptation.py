@@ -34,7 +34,7 @@ Settings = Sequence[tuple[Mapping[str, Scalar], str]]
 
 SMALL = "small"
 # Either file marks a folder that sentence-transformers wrote.
-_OF_SENTENCES = ("modules.json", "config_sentence_transformers.json")
+_SENTENCE_MODEL_FILES = ("modules.json", "config_sentence_transformers.json")
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?[\"']?([\w./-]+)", re.MULTILINE)
 _SAME_LAYERS = re.compile(r"same-layers:(\d+)")
 _MASKED_LM_HEADS = (PARTS["encoder"][2], PARTS["generator"][2], "corrective_head")
@@ -64,7 +64,7 @@ def kind_of(source: Path) -> str:
     Prints a warning for a folder that was fine-tuned for a task. Raises FileNotFoundError, or ValueError with the
     remedy for a sentence-embedding model and for an unfinished run.
     """
-    if name := next((name for name in _OF_SENTENCES if (source / name).is_file()), None):
+    if name := next((name for name in _SENTENCE_MODEL_FILES if (source / name).is_file()), None):
         raise InputError(
             f"{source}: a sentence-embedding model ({name}), which adapting would undo; adapt its base "
             f"encoder{_base_model(source)} and train the result on sentences again (electra-fast import and pretrain "

@@ -219,11 +219,13 @@ def read_table(folder: Path, role: str | None = None) -> dict[str, Any]:
     named_classes(path, table)
     check_settings(path, table)
     if model_type == "deberta-v2":
-        return table | _of_tensors(table, tensor_names(file := weights_file(folder, role)), file.name == GENERATOR_FILE)
+        return table | _entries_from_tensors(
+            table, tensor_names(file := weights_file(folder, role)), file.name == GENERATOR_FILE
+        )
     return table if model_type in MODEL_TYPES else translated(path, table, TOKEN_TYPE_KEY)
 
 
-def _of_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: bool) -> dict[str, Any]:
+def _entries_from_tensors(table: Mapping[str, Any], names: Collection[str], is_generator: bool) -> dict[str, Any]:
     """Returns entries that published DeBERTaV2 folders lack in config.json, derived from the names of the tensors."""
     entries: dict[str, Any] = {}
     classes = table.get("architectures") or []

@@ -115,7 +115,7 @@ def export(
     target = location(out)
     if onnx:
         require_packages()
-    about = metadata(_listed(language), license, _listed(dataset), base_model)
+    about = metadata(_as_list(language), license, _as_list(dataset), base_model)
     if isinstance(target, str):
         is_free = _is_free_in_store(target)
         names = [name for name, _ in list_objects(target)]
@@ -132,12 +132,12 @@ def export(
     model = read_model(source)
     source_origin = _with_trained_types(source, source_origin, model)
     tokenizer = tokenizer_folder(source, model.config.model.vocab_size)
-    _check_whole(source, model, "export needs")
+    _check_complete(source, model, "export needs")
     if model.config.model.heads != "dense":
         raise InputError(
             f'{source}: no class of transformers has model.heads = "{model.config.model.heads}"; fine-tune the run'
         )
-    _say_own_heads(model, "not exported, since no class of transformers has this head")
+    _report_extra_heads(model, "not exported, since no class of transformers has this head")
 
     if not source_origin.token_type_1_trained:
         _copy_token_type_0(model)
@@ -176,7 +176,7 @@ def export(
     return ExportResult(target, sorted(folders), measured)
 
 
-def _listed(names: str | Sequence[str]) -> Sequence[str]:
+def _as_list(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
@@ -256,8 +256,8 @@ def _read_to_continue(source: Path) -> Electra:
         model = checkpoint.load_model(stored)
     else:
         model = read_models(folders_of(source), with_new_heads=True)
-        _check_whole(source, model, "training needs", "; create one with --generator small (generator=...)")
-        _say_own_heads(model, "not in the folder, so it starts untrained")
+        _check_complete(source, model, "training needs", "; create one with --generator small (generator=...)")
+        _report_extra_heads(model, "not in the folder, so it starts untrained")
     model.config = restarted(model.config)
     return model
 
@@ -286,14 +286,14 @@ def _check_finished(source: Path, source_origin: Origin) -> None:
         )
 
 
-def _check_whole(source: Path, model: Electra, needs: str, remedy: str = "") -> None:
+def _check_complete(source: Path, model: Electra, needs: str, remedy: str = "") -> None:
     missing = networks_of(model.config).keys() - model.networks.keys()
     if missing:
         present = " and ".join(model.networks)
         raise InputError(f"{source}: has only the {present}; {needs} the {' and '.join(sorted(missing))} too{remedy}")
 
 
-def _say_own_heads(model: Electra, remark: str) -> None:
+def _report_extra_heads(model: Electra, remark: str) -> None:
     for role, network in model.networks.items():
         for name in network.heads.keys() - {f"{role}_head"}:
             say(f"note: {name}: {remark}")

@@ -123,12 +123,12 @@ def check_settings(path: Path, table: Mapping[str, Any], names: Sequence[str] | 
         if not isinstance(accepted, tuple):
             continue
         value = table.get(name, _DEFAULTS.get(name, accepted[0]))
-        if (_joined(value) if name in ("pos_att_type", "norm_rel_ebd") else value) not in accepted:
+        if (_normalized(value) if name in ("pos_att_type", "norm_rel_ebd") else value) not in accepted:
             values = " or ".join(map(repr, accepted))
             raise InputError(f"{path}: {name} = {value!r}: must be {values}")
 
 
-def _joined(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     """Returns names, from a list or a string separated by bars, in a uniform spelling and order."""
     names = value.lower().split("|") if isinstance(value, str) else value
     return "|".join(sorted({str(name).strip() for name in names})) if isinstance(names, list) else value

@@ -48,13 +48,13 @@ def tensor_names(file: Path) -> frozenset[str]:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(file, "pt") as opened:
                 return frozenset(opened.keys())
-        return _names_of_torch(file, file.stat().st_mtime_ns)
+        return _names_in_torch_file(file, file.stat().st_mtime_ns)
     except (OSError, InputError, safetensors.SafetensorError):
         return frozenset()
 
 
 @lru_cache(maxsize=8)
-def _names_of_torch(file: Path, _modified: int) -> frozenset[str]:
+def _names_in_torch_file(file: Path, _modified: int) -> frozenset[str]:
     return frozenset(_read_tensors(file, "meta"))
 
 

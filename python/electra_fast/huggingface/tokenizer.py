@@ -97,10 +97,10 @@ def check_vocabulary(folder: Path, corpus: Corpus) -> None:
     corpus_tokenizer = Tokenizer.of(corpus)
     if model_tokenizer.content_hash != corpus_tokenizer.content_hash:
         raise InputError(
-            f"{_described(model_tokenizer)} is not the vocabulary of the corpus, {_described(corpus_tokenizer)}, so "
-            f"token ids differ; prepare the text with --vocab {folder}, or choose a corpus with this vocabulary"
+            f"{_description(model_tokenizer)} is not the vocabulary of the corpus, {_description(corpus_tokenizer)}, "
+            f"so token ids differ; prepare the text with --vocab {folder}, or choose a corpus with this vocabulary"
         )
 
 
-def _described(tokenizer: Tokenizer) -> str:
+def _description(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.path} ({tokenizer.vocab_size:,} entries, hash {tokenizer.content_hash})"

@@ -42,7 +42,7 @@ from electra_fast.objectives.objective import (
 from electra_fast.ops import operations as ops
 from electra_fast.ops.branches import on_branch
 
-_WHOLE = 0.2  # probability that a segment stays unchanged under a contrastive weight
+_UNCHANGED_PROBABILITY = 0.2  # probability that a segment stays unchanged under a contrastive weight
 # Streams of `random_words`.
 _SEGMENTS_STREAM = 4
 _TOKENS_STREAM = 3
@@ -132,7 +132,7 @@ class ElectraObjective(GeneratorObjective):
         generated = on_branch(generate, model, inputs, batch.rng_key)
         sample_M = generated.drawn_M
         if weights.contrastive_weight:
-            sample_M = keep_some_whole(inputs, sample_M, batch.rng_key)
+            sample_M = restore_some_segments(inputs, sample_M, batch.rng_key)
         corrupted_T, replaced_T = corrupt(inputs, sample_M)
         hidden_TD = model.hidden("discriminator", corrupted_T, *inputs.context)
         logits_T = model.discriminator_head(hidden_TD, inputs.context[0])
@@ -176,13 +176,15 @@ class ElectraObjective(GeneratorObjective):
 # The sentence-level contrastive loss in Appendix H of the paper, which detects changed segments.
 
 
-def keep_some_whole(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
+def restore_some_segments(inputs: NetworkInputs, sample_M: Tensor, rng_key: RngKey) -> Tensor:
     """Returns the samples, with the original tokens in a fifth of the attention segments; int64 [M].
 
     The choice depends on seed, step, row within the step and the column of the segment's first token.
     """
-    is_whole_T = (random_words(rng_key, _first_column(inputs), _SEGMENTS_STREAM) < round(_WHOLE * 2**32)).flatten()
-    return torch.where(inputs.slots.of_tokens(is_whole_T), inputs.slots.target_M, sample_M)
+    is_unchanged_T = (
+        random_words(rng_key, _first_column(inputs), _SEGMENTS_STREAM) < round(_UNCHANGED_PROBABILITY * 2**32)
+    ).flatten()
+    return torch.where(inputs.slots.of_tokens(is_unchanged_T), inputs.slots.target_M, sample_M)
 
 
 def sentence_totals(model: Electra, inputs: NetworkInputs, hidden_TD: Tensor, replaced_T: Tensor) -> Totals:

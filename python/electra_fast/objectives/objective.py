@@ -397,9 +397,9 @@ def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> G
     slots = inputs.slots
     batch_M = inputs.sampled_M
     if batch_M is not None and "generator" not in model.networks:
-        return _samples_alone(batch_M)
+        return _only_samples(batch_M)
     if model.proposal is not None and rng_key is not None:
-        return _samples_alone(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
+        return _only_samples(model.proposal.sample(slots.number_M, rng_key.seed_and_step))
     hidden_MD = model.hidden("generator", inputs.masked_ids_BL.flatten(), *inputs.context, slots=slots.places)
     head = model.generator_head
     table_VE = model.generator_embeddings.table
@@ -408,7 +408,7 @@ def generate(model: Electra, inputs: NetworkInputs, rng_key: RngKey | None) -> G
     return generated if batch_M is None else replace(generated, sample_M=batch_M)
 
 
-def _samples_alone(sample_M: Tensor) -> Generated:
+def _only_samples(sample_M: Tensor) -> Generated:
     zero = torch.zeros((), device=sample_M.device)
     return Generated(zero, sample_M, zero)
 

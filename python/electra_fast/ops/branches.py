@@ -52,7 +52,7 @@ def on_branch(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
     Autograd runs the backward pass of each operation on the stream of its forward pass.
     """
-    if not _branches_here():
+    if not _has_branches():
         return function(*args, **kwargs)
     current = torch.cuda.current_stream()
     side = _side(current, _NETWORK_LANE)
@@ -80,7 +80,7 @@ class Branch(Generic[R]):
 
     def __init__(self, function: Callable[..., R], *args: Any, lane: int = 0) -> None:
         self._end: torch.cuda.Event | None = None
-        if not _branches_here():
+        if not _has_branches():
             self._output = function(*args)
             return
         current = torch.cuda.current_stream()
@@ -98,7 +98,7 @@ class Branch(Generic[R]):
         return self._output
 
 
-def _branches_here() -> bool:
+def _has_branches() -> bool:
     return _is_enabled and torch.cuda.is_current_stream_capturing()
 
 

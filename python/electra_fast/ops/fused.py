@@ -342,7 +342,7 @@ class NarrowGatedFeedForward(torch.autograd.Function):
         normed_TD, sum_TD, *statistics = kernels().narrow_feed_forward(
             x_TD, in_weight, None, out_weight_DF, None, *norm
         )
-        saved = _of_sum(ctx, sum_TD, norm_weight_D, norm_bias_D, *statistics, *dropout)
+        saved = _saved_for_backward(ctx, sum_TD, norm_weight_D, norm_bias_D, *statistics, *dropout)
         ctx.save_for_backward(x_TD, in_weight, out_weight_DF, *saved)
         return sum_TD, normed_TD
 
@@ -370,10 +370,10 @@ def _add_norm(
     """Returns residual + dropout(z) and its norm, then the tensors for `_add_norm_backward`, with the sum first."""
     norm = (None, residual_TD, norm_weight_D, norm_bias_D, eps, *dropout)
     normed_TD, mean_T, rstd_T, sum_TD = kernels().residual_norm(z_TD, *norm, True)
-    return sum_TD, normed_TD, *_of_sum(ctx, sum_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, *dropout)
+    return sum_TD, normed_TD, *_saved_for_backward(ctx, sum_TD, norm_weight_D, norm_bias_D, mean_T, rstd_T, *dropout)
 
 
-def _of_sum(
+def _saved_for_backward(
     ctx: Any,
     sum_TD: Tensor,
     norm_weight_D: Tensor,

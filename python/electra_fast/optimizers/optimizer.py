@@ -250,7 +250,7 @@ class Optimizer:
         owned = {name: gradients[name] for name in self.own_names}
         self._state.skipped = skipped
         if skipped is not None:
-            self._leave_out_skipped(skipped)
+            self._correct_for_skipped(skipped)
         if owned and self.config.clip_norm:
             # clip / max(norm, clip), as in tf.clip_by_global_norm: exactly 1 below the bound.
             bounded = norm if skipped is None else torch.where(skipped > 0, 1.0, norm)
@@ -263,7 +263,7 @@ class Optimizer:
         self.rule.update(owned)
         return norm
 
-    def _leave_out_skipped(self, skipped: Tensor) -> None:
+    def _correct_for_skipped(self, skipped: Tensor) -> None:
         """Corrects the scalars for earlier skipped steps, which do not count as updates, as in torch's GradScaler."""
         scalars = self._state.scalars
         config = self.config
