@@ -312,4 +312,4 @@ def test_export_with_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (tmp_path / "never").exists() and len(list(tmp_path.iterdir())) == 4
     monkeypatch.setattr("electra_fast.huggingface.onnx.find_spec", lambda name: None if "script" in name else "here")
     done = in_process.run("export", run, "--out", out, "--onnx")
-    assert done.returncode == 2 and "needs onnxscript: pip install onnxscript" in done.stderr
+    assert done.returncode == 2 and "needs onnxscript; run pip install onnxscript" in done.stderr

@@ -122,5 +122,5 @@ def test_installed_package_accepts_our_arguments() -> None:
 def test_has_no_dropout() -> None:
     assert not attention.BACKENDS["flash4"].has_dropout and attention.BACKENDS["flash4"].is_deterministic
     mask = AttentionMask.packed(IDS, OFFSETS, "flash4")
-    with pytest.raises(ValueError, match='"flash4" has no dropout'):
+    with pytest.raises(ValueError, match='"flash4": has no dropout'):
         self_attention(torch.ones(16, 8), torch.ones(24, 8), None, mask, 2, Dropout(0.1))

@@ -512,7 +512,7 @@ def _missing_for_xformers(*_: object) -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return "the package xformers (pip install xformers)"
     failure = failure_of_xformers()
-    return failure and f"an xformers that works with torch {torch.__version__} (the installed one fails: {failure})"
+    return failure and f"an xformers that works with torch {torch.__version__}; the installed one fails: {failure}"
 
 
 def failure_of_xformers() -> str | None:

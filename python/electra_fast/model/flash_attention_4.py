@@ -36,7 +36,7 @@ def missing(card: Card, head_dim: int) -> str | None:
     except metadata.PackageNotFoundError:
         return f"the package flash-attn-4 (pip install 'flash-attn-4>={RELEASE}')"
     reason = failure()
-    return reason and f"a flash-attn-4 with the interface of {RELEASE} (the installed one fails: {reason})"
+    return reason and f"a flash-attn-4 with the interface of {RELEASE}; the installed one fails: {reason}"
 
 
 def failure() -> str | None:
