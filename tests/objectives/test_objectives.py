@@ -160,7 +160,7 @@ def test_heads_that_transformers_lacks_are_listed(validation_corpus, tmp_path, c
     ef.export(tmp_path / "run", out=tmp_path / "hf")
     assert "note: copy_head: not exported, since no class of transformers has this head" in capsys.readouterr().err
     card = (tmp_path / "hf/encoder/README.md").read_text()
-    assert "the head that decides whether to copy a token is left out" in card
+    assert "the head that decides whether to copy a token is not exported" in card
     ids = torch.randint(5, 20, (2, 9))
     for role in ("encoder", "generator"):
         folder = tmp_path / "hf" / role
