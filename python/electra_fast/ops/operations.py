@@ -3,10 +3,9 @@
 """The operations of the networks except attention: contract, choice of implementation, and reference in plain PyTorch.
 
 `NAME_reference` is the specification of `NAME`; other implementations may change its speed, never its meaning. By
-default, operations run as Triton kernels on CUDA (in `fused` if an autograd node has several) and as their references
-elsewhere, except that some have a CPU form (`cpu_ops`); `use_choices` and `use_impl` override this. Weights are fp32
-and cast to the activations' dtype at each use. On a GPU that would launch a kernel per weight and step, so
-`weight_casts` casts all of them in a few launches, and `cast` returns those copies.
+default, operations run as Triton kernels on CUDA (in `fused` if an autograd node has several) and elsewhere as their
+CPU form (`cpu_ops`), if any, or their references; `use_choices` and `use_impl` override this. Weights are fp32 and cast
+to the activations' dtype at each use; on a GPU, `weight_casts` casts all at once, and `cast` returns those copies.
 
 Shapes: B rows, L row length, T = B*L tokens of the flat buffer, M masked slots, V vocabulary,
 E embedding, D hidden, N heads, H head dimension, F feed-forward; I inputs and O outputs of a linear layer.
@@ -66,7 +65,8 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 def observe(observer: Observer | None) -> Iterator[None]:
     """Calls `observer(name, function, args, kwargs)` in place of each operation within the context."""
     global _observer
-    previous, _observer = _observer, observer
+    previous = _observer
+    _observer = observer
     try:
         yield
     finally:
@@ -81,7 +81,8 @@ def use_choices(choices: Mapping[str, str]) -> Iterator[None]:
     Without any choices, operations run as their kernels on CUDA. `use_impl` takes precedence.
     """
     global _choices
-    previous, _choices = _choices, dict(choices)
+    previous = _choices
+    _choices = dict(choices)
     try:
         yield
     finally:
@@ -121,7 +122,8 @@ def use_impl(impl: Impl | None) -> Iterator[None]:
         raise ValueError(f'impl = {impl!r}: must be "kernel", "reference" or None')
     if impl == "kernel" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError('impl = "kernel": needs a CUDA device or, in tests, TRITON_INTERPRET=1')
-    previous, _impl = _impl, impl
+    previous = _impl
+    _impl = impl
     try:
         yield
     finally:
@@ -188,9 +190,8 @@ class Dropout:
     """One dropout call: zeroes each element with `probability` and divides the others by 1 - probability.
 
     `key` is int64 [3] on the device: seed, step, and the index within the step of the micro-batch's first token. With a
-    key, the mask is a pure function of key, call index, token and column. It therefore does not depend on the division
-    of a step into micro-batches, changes at every replay of a captured graph, and is drawn again in the backward pass
-    instead of being stored. Each dropout of the networks has a `call_index`. Without a key, torch's generator draws it.
+    key, the mask is a pure function of key, call index, token and column, so micro-batches do not change it, a captured
+    graph draws a new one at every replay, and the backward pass draws it again. Otherwise torch's generator draws it.
     """
 
     probability: float = 0.0
@@ -452,8 +453,7 @@ def corrupt(masked_ids_BL: Tensor, position_M: Tensor, original_M: Tensor, sampl
 
     Args:
         masked_ids_BL: The generator's input, int.
-        position_M: The position of each slot in the flat buffer, int64; T for unused slots. Slots are in row order,
-            with the same number in each row, and lie within their row.
+        position_M: The position of each slot in the flat buffer, int64; T if unused. Rows have equal numbers of slots.
         original_M: The token that each slot masks, int64.
         sample_M: The generator's sample for each slot, int64.
 
