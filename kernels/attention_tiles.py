@@ -104,7 +104,7 @@ def kept_sign(
     key_ptr, call_index, token, head, first_key,
     LENGTH: tl.constexpr, NUM_KEYS: tl.constexpr, THRESHOLD: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Returns 1 for weights [queries, keys] that dropout keeps, else -1; element (token, head*L + key) has the draw.
+    """Returns 1 for weights [queries, keys] that dropout keeps, else -1, from the draws of (token, head*L + key).
 
     `first_key` is a multiple of 4.
     """

@@ -21,7 +21,7 @@ from electra_fast.kernels.rng import exponential, inverse_cdf, philox4, uniform
 
 TILE = 128
 TILES_PER_STEP = 16
-# Limits in bytes for one chunk's logits and for all logits saved for the backward pass; and as fractions of memory.
+# Limits in bytes for the logits of one chunk, and for those saved for the backward pass, or this part of the memory.
 CHUNK_LOGITS_BYTES = 256 << 20
 SAVED_LOGITS_BYTES = 512 << 20
 SAVED_LOGITS_PART = 64

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs per program: one load, 8 elements of 16 bits, per half of a tile and thread of four warps.
+# Pairs per program: each thread of four warps loads 8 elements of 16 bits from each half of a tile.
 TILE = 1024
 
 

@@ -1,6 +1,6 @@
 # mypy: no-warn-return-any
 # (The kernels' launchers have no types.)
-"""Operations on kernels that form one autograd node, with explicit backward passes.
+"""Operations that combine several kernels in one autograd node, with explicit backward passes.
 
 This saves work across operations: the last product adds the gradients of x as input and as residual, the derivative of
 the GELU is applied as its gradient is computed, and no weight gradient is cast. `operations` has their contracts.
