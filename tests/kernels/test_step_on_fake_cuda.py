@@ -20,7 +20,7 @@ from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.model import Inputs
 from electra_fast.finetuning.tasks import TASK_TYPES
 from electra_fast.hardware.kernel_check import REFERENCE, Checker, Record, Request, matrices
-from electra_fast.hardware.kernel_choice import KernelCheck, _of_encoder
+from electra_fast.hardware.kernel_choice import KernelCheck, _encoder_config
 from electra_fast.hardware.memory import StepMemory
 from electra_fast.kernels import launch
 from electra_fast.model import compute as compute_module
@@ -253,7 +253,7 @@ def test_fine_tuning_makes_only_checked_calls(recipe, kind, head, attention, mon
     shape = ef.Config.preset("tiny", recipe).override({"model.num_layers": "2", "model.vocab_size": "300"}).model
     compute = ComputeConfig(attention, torch.bfloat16)
     check = KernelCheck({})
-    config = _of_encoder(shape, compute, 64, 2)
+    config = _encoder_config(shape, compute, 64, 2)
     step = StepMemory(config, compute, CUDA)
     model = TASK_TYPES[kind].model(shape, FinetuneSection(head=head, head_dropout=0.1), 3).train()
     with step._mode:
