@@ -47,7 +47,7 @@ def with_addresses(text: str, page: Path, revision: str, root: Path | None = Non
     return LINK.sub(replace, text)
 
 
-def main() -> None:
+def build() -> None:
     """Builds the site."""
     source, site = addresses()
     copy = TREE / "build/site"
@@ -65,4 +65,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--readme"]:  # in place, before an sdist is built, since a package index may show its README
+        version = tomllib.loads((TREE / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+        readme = TREE / "README.md"
+        readme.write_text(with_addresses(readme.read_text("utf-8"), readme, f"v{version}"), "utf-8")
+    else:
+        build()

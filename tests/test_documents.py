@@ -216,7 +216,7 @@ def check(requirement):
                 check(needed)
 assert sys.argv[1] == "install"
 for word in (word for word in sys.argv[2:] if not word.startswith("--")):
-    check(Requirement(re.sub(r".*\\.whl", "electra-fast", word)))
+    check(Requirement(re.sub(r".*\\.whl|^\\.(?=\\[|$)", "electra-fast", word)))
 """,
     # the files are in INPUTS
     "hf": "#!/bin/sh\n",
