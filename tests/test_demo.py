@@ -1,4 +1,4 @@
-"""The demo with fewer steps: all outputs exist, and the model has learned something."""
+"""The demo with fewer steps writes all outputs, and its model has learned something."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def demo(tmp_path_factory):
     return out, done
 
 
-def test_leaves_what_it_promises(demo):
+def test_writes_all_outputs(demo):
     out, done = demo
     assert {"vocab.txt", "shards", "run", "export", "demo.png"} <= {path.name for path in out.iterdir()}
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG") and (out / "demo.png").stat().st_size > 20_000
@@ -43,11 +43,11 @@ def test_leaves_what_it_promises(demo):
 
 
 def plain(text):
-    """Without colors and line breaks."""
+    """Returns text without colors and line breaks."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
 
 
-def test_discriminator_beats_the_majority_on_held_out_text(demo):
+def test_discriminator_beats_majority_on_validation_set(demo):
     out, done = demo
     evaluated = run("evaluate", out / "run", out / "shards", "--json",
                     "--sequence-length", 32, "--mlm-examples", 100)  # fmt: skip
@@ -61,7 +61,7 @@ def test_discriminator_beats_the_majority_on_held_out_text(demo):
     assert metrics["unigram_auc"] > 0.7 and f"AUC {metrics['unigram_auc']:.3f} with" in plain(done.stdout)
 
 
-def test_transformers_loads_the_export_with_equal_logits(demo):
+def test_export_has_equal_logits_in_transformers(demo):
     from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, AutoTokenizer
 
     import electra_fast
@@ -74,12 +74,12 @@ def test_transformers_loads_the_export_with_equal_logits(demo):
     discriminator = AutoModelForTokenClassification.from_pretrained(out / "export" / "discriminator").eval()
     generator = AutoModelForMaskedLM.from_pretrained(out / "export" / "generator").eval()
     with torch.no_grad():
-        hf_logits = discriminator(*inputs).logits[..., 1]  # of "replaced"; that of "original" is 0
+        hf_logits = discriminator(*inputs).logits[..., 1]  # the logit of "replaced"; the logit of "original" is 0
         torch.testing.assert_close(model.discriminator_logits(*inputs), hf_logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(model.generator_logits(*inputs), generator(*inputs).logits, rtol=0, atol=1e-5)
 
 
-def test_resumes_with_a_vocabulary_that_has_no_tokenizer_json_yet(tmp_path, monkeypatch, capfd):
+def test_resumes_without_tokenizer_json(tmp_path, monkeypatch, capfd):
     import electra_fast.demonstration as module
 
     def interrupted(*_, **__):

@@ -1,4 +1,4 @@
-"""The page about runs: complete, self-contained, well-formed, and safe against text from files."""
+"""The page about runs is complete, self-contained and well-formed, and escapes text from files."""
 
 import json
 import re
@@ -52,7 +52,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two pre-training runs of three log lines, and a fine-tuning with a report by class."""
+    """Two pre-training runs with three log lines each, and a fine-tuning with a report by class."""
     for name, rate, scale in (("fast", "2e-3", 1), ("slow", "1e-3", 2)):
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_page(runs, tmp_path, capsys):
     ):
         assert shown in page.text
     fast, slow, tuned = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
-    assert "cola: finetune.epochs" not in page.text  # the same as in config.toml
+    assert "cola: finetune.epochs" not in page.text  # equal to config.toml
     assert (fast["name"], slow["name"], tuned["name"]) == ("fast", "slow", "tuned: cola/seed-0")
     assert fast["train"]["y"]["loss"] == [0.25, None, round(1 / 12, 7)]
     assert fast["train"]["x"]["flops"][2] == 3 * fast["train"]["x"]["flops"][0] > 0
@@ -111,7 +111,7 @@ def test_page(runs, tmp_path, capsys):
     assert tuned["validation"] == {"x": {"step": [1]}, "y": {"matthews": [0.5]}}
 
 
-def test_a_finetuning_that_has_not_ended(runs, tmp_path):
+def test_unfinished_finetuning(runs, tmp_path):
     (runs / "tuned/results.json").unlink()
     fold = runs / "tuned/cola/fold-0/seed-0"
     fold.mkdir(parents=True)
@@ -120,13 +120,13 @@ def test_a_finetuning_that_has_not_ended(runs, tmp_path):
     assert '"name": "tuned: cola/fold-0/seed-0"' in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_same_configurations(runs, tmp_path):
+def test_equal_configurations(runs, tmp_path):
     shutil.copy(runs / "fast/config.toml", runs / "slow/config.toml")
     ef.report([runs / "fast", runs / "slow"], out=tmp_path / "report.html")
-    assert "All are the same." in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Equal in all runs." in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_refusals(tmp_path):
+def test_unusable_folders_are_refused(tmp_path):
     with pytest.raises(ef.InputError, match="contains no run"):
         ef.report(tmp_path, out=tmp_path / "report.html")
     with pytest.raises(FileNotFoundError, match="no such folder"):
@@ -152,7 +152,7 @@ def test_refusals(tmp_path):
         ("tuned/cola/task.json", "{"),
     ],
 )
-def test_a_damaged_file_is_named(runs, tmp_path, file, content, capsys):
+def test_damaged_file_is_reported(runs, tmp_path, file, content, capsys):
     (runs / file).write_text(content + "\n")
     assert main(["report", str(runs), "--out", str(tmp_path / "report.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -172,16 +172,16 @@ def test_curves_without_discriminator(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_warnings_after_a_resume(tmp_path):
+def test_warnings_after_resume(tmp_path):
     for first_step, steps in ((0, (0, 4, 8)), (4, (4, 8))):
         with RunLog(tmp_path, Config(), first_step, Callbacks(), is_silent=False) as log:
             for step in steps:
                 log.warn(step, f"slow {first_step if step == 8 else ''}")
-    found = [(each["step"], each["message"]) for each in read_records(tmp_path / "warnings.jsonl")]
-    assert found == [(0, "slow "), (4, "slow "), (8, "slow 4")]
+    warnings = [(record["step"], record["message"]) for record in read_records(tmp_path / "warnings.jsonl")]
+    assert warnings == [(0, "slow "), (4, "slow "), (8, "slow 4")]
 
 
-# Hovers, hides a run, zooms, and changes the axis, as a user does by mouse; the title becomes what was seen.
+# Hovers, hides a run, zooms, and changes the axis, like a user with a mouse; writes the results to the title.
 USE = """
 const section = document.querySelector("section"), svg = section.querySelector("svg"), seen = [];
 const [box, button, select, tip] = ["input", "button", "select", ".tip"].map((name) => section.querySelector(name));
@@ -207,11 +207,11 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [400, 1400])
-def test_in_a_browser(runs, tmp_path, width):
+def test_page_in_browser(runs, tmp_path, width):
     """Draws every chart, reports no error on the console, and fits the window."""
     out = tmp_path / "report.html"
     ef.report(runs, out=out)
-    # A headless window is at least 500 pixels wide, so the page itself is made narrow.
+    # A headless window is at least 500 pixels wide, so narrow the page instead.
     probe = f"document.documentElement.style.width = '{width}px'; {USE}"
     text = out.read_text(encoding="utf-8")
     out.write_text(text.replace("</body>", f"<script>{probe} console.log('probe');</script></body>"), encoding="utf-8")

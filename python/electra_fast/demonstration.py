@@ -1,7 +1,7 @@
 """The whole pipeline in 1 to 3 minutes on a CPU, without downloads.
 
-The text is the English that ships with Python: the language documentation and the docstrings of the
-standard library, about two megabytes.
+The text is English that ships with Python: the language documentation and the docstrings of the standard library, about
+two megabytes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from electra_fast.training.pretrain import pretrain
 
 VOCAB_SIZE = 1024
 NUM_DRAWN = 3
-COLUMNS = 120  # characters per line of the picture
-# Folders of the standard library to skip: tests, and tools with copies of other code.
+COLUMNS = 120  # characters per line in the picture
+# Folders of the standard library to skip: tests, and copies of other code.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "idle_test"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DemoResult(Result):
-    """The result of `demo`: the exported model, a picture, metrics, and text with verdicts on each word."""
+    """The result of `demo`: the exported model, a picture, metrics, and text with a prediction for each word."""
 
     export: Path
     picture: Path
@@ -50,36 +50,36 @@ class DemoResult(Result):
     rows: Sequence[Sequence[Word]]
 
     def lines(self) -> Iterator[str]:
-        """Yields what the command prints, without its colors."""
+        """Yields the output of the command, without colors."""
         text = io.StringIO()
         self.write(Console(file=text, width=COLUMNS, color_system=None))
         yield from text.getvalue().splitlines()
 
     def write(self, console: Console) -> None:
-        """Prints it in colors, if the console has any."""
+        """Prints the result, in colors if the console supports them."""
         show_verdicts(console, self.rows)
         metrics = self.metrics
         replaced = float(self.metrics["replaced_fraction"] or 0)
         console.print(
-            f"\nOn {metrics['tokens']:,} validation tokens, of which the generator replaced {replaced:.1%}: "
+            f"\nThe generator replaced {replaced:.1%} of {metrics['tokens']:,} validation tokens. Discriminator: "
             f"AUC [bold]{metrics['discriminator_auc']:.3f}[/bold] (0.5 is chance), "
             f'accuracy {metrics["discriminator_accuracy"]:.1%} (always "original": {1 - replaced:.1%}).\n'
-            f"{auc_text(float(metrics['unigram_auc'] or 0))}: the same text for every model, so it is comparable.\n"
-            f"The model: {escape(printable(str(self.export)))} (AutoModel.from_pretrained). "
-            f"The picture: {escape(printable(str(self.picture)))}.",
+            f"{auc_text(float(metrics['unigram_auc'] or 0))}: on the same text for every model, so it is comparable.\n"
+            f"Model: {escape(printable(str(self.export)))} (AutoModel.from_pretrained). "
+            f"Picture: {escape(printable(str(self.picture)))}.",
             highlight=False,
         )
 
 
 def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
-    """Runs everything from text to a trained, exported model, in a minute or two on a CPU, without downloads.
+    """Runs the whole pipeline from text to a trained, exported model, in 1 to 3 minutes on a CPU, without downloads.
 
-    Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, demo.png` to `out`, and
-    resumes when run again after an interruption.
+    Writes `corpus.jsonl, vocab.txt, tokenizer.json, shards/, run/, export/, demo.png` to `out`. After an interruption,
+    the same call resumes.
 
     Args:
         out: Output folder.
-        device: The device to train and evaluate on, as for `pretrain`.
+        device: The device to train and evaluate on; see `pretrain`.
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
         _write_corpus(corpus)
     if not words.exists():
         say(str(vocab([str(corpus)], out=words, size=VOCAB_SIZE)))
-    # The casing is explicit, because a kill may have left vocab.txt without its tokenizer.json.
+    # The casing is explicit, because a kill may have left vocab.txt without tokenizer.json.
     say(str(prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)))
     pretrain(shards, config=demo_config(), out=run, device=device)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length, device=device)
@@ -102,12 +102,12 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
 
 
 def demo_config() -> Config:
-    """The demo's run: `tiny` in recipe `modern`, for a minute on two cores, in rows that a screen can show."""
+    """Returns the demo's configuration: a minute of `tiny` on two cores, with rows that fit on a screen."""
     return Config.preset("tiny", "modern").override(sequence_length=32, batch_size=64, steps=1200)
 
 
 def documentation() -> Iterator[str]:
-    """English text from the running Python: help topics, then the docstrings of each standard module as a document."""
+    """Yields English text of the running Python: help topics, then the docstrings of each standard module."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
@@ -138,7 +138,7 @@ def _write_corpus(path: Path) -> None:
 
 
 def show_verdicts(console: Console, rows: Sequence[Sequence[Word]]) -> None:
-    console.print("\nValidation text as the generator corrupted it, and the discriminator's verdict on each word:")
+    console.print("\nValidation text as the generator corrupted it, with the discriminator's prediction for each word:")
     styles = {"original": "green", "doubtful": "yellow", "replaced": "bold red"}
     for words in rows:
         line = Text("  ")
@@ -150,13 +150,13 @@ def show_verdicts(console: Console, rows: Sequence[Sequence[Word]]) -> None:
     console.print(
         Text.assemble(
             ("called original", "green"), ", ", ("doubtful", "yellow"), ", ", ("called replaced", "bold red"),
-            "; ", ("underlined", "underline"), ": really replaced, with the original word in brackets",
+            "; ", ("underlined", "underline"), ": really replaced, followed by the original word in brackets",
         )
     )  # fmt: skip
 
 
 def draw(picture: Path, rows: Sequence[Sequence[Word]], run: Path) -> None:
-    """Draws rows of words in the colors of their verdicts above the curves of the run, as a PNG file."""
+    """Draws words in the colors of their predictions above the curves of the run, as a PNG file."""
     figure = Figure(figsize=(9.4, 4.6), layout="constrained")
     grid = figure.add_gridspec(2, 1, height_ratios=(7, 9))
     top = figure.add_subfigure(grid[0])

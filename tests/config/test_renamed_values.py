@@ -39,7 +39,7 @@ def test_a_run_and_an_export_are_read(name: str, old: str, new: str, tmp_path: P
 def test_a_reproduction_resumes(name: str, old: str, new: str, tmp_path: Path) -> None:
     identity: dict[str, Any] = {"overrides": {name: new}, "asked": {"budget": 1.0}}
     (tmp_path / reproduce.IDENTITY).write_text(json.dumps(identity | {"overrides": {name: old}, "budget": 1.0}))
-    assert reproduce._settle(tmp_path, identity, Config()) == identity | {"budget": 1.0}
+    assert reproduce._resolve_budget(tmp_path, identity, Config()) == identity | {"budget": 1.0}
 
 
 @pytest.mark.parametrize(("name", "old", "new"), [case for case in RENAMED if case not in PRETRAINING])

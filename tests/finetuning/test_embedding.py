@@ -1,4 +1,4 @@
-"""`load` returns the right model for any folder, and `encode` the vectors of `transformers`, pooled by hand."""
+"""`load` returns the right class for any folder; `encode` equals the pooled hidden states of `transformers`."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ TEXTS += [" ".join(TEXTS[0].split()[:n]) for n in range(1, 8)]
 
 @torch.no_grad()
 def reference(folder, pooling="mean", length=None):
-    """One text at a time, without padding."""
+    """Returns vectors computed one text at a time, without padding."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     vectors = []
@@ -43,26 +43,26 @@ def run_and_export(request, tmp_path_factory, tiny_vocab):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_vectors_are_those_of_transformers(run_and_export, pooling, capsys):
+def test_vectors_equal_transformers(run_and_export, pooling, capsys):
     run, out = run_and_export
     expected = reference(out / "encoder", pooling)
     for source in (run, out, str(out / "encoder"), out / "discriminator"):
         model = ef.load(source)
         _ = capsys.readouterr()
         assert isinstance(model, ef.PretrainedModel)
-        found = model.encode(iter(TEXTS), pooling=pooling)
-        assert found.dtype == np.float32 and found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-        said = capsys.readouterr().err
-        assert said.count("encode: 1 of 12 texts are longer than ") == 1 and said.count("\n") == 1
+        vectors = model.encode(iter(TEXTS), pooling=pooling)
+        assert vectors.dtype == np.float32 and vectors.shape == expected.shape
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+        stderr = capsys.readouterr().err
+        assert stderr.count("encode: truncated 1 of 12 texts to ") == 1 and stderr.count("\n") == 1
         scaled = model.encode(pd.Series(TEXTS), pooling=pooling, normalize=True)
-        np.testing.assert_allclose(scaled, found / np.linalg.norm(found, axis=1, keepdims=True), atol=1e-6)
-        np.testing.assert_allclose(model.encode(TEXTS[0], pooling=pooling), found[0], atol=1e-5)
+        np.testing.assert_allclose(scaled, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), atol=1e-6)
+        np.testing.assert_allclose(model.encode(TEXTS[0], pooling=pooling), vectors[0], atol=1e-5)
     assert np.abs(expected - expected.mean(0)).max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel", "DebertaV2Model"])
-def test_vectors_of_foreign_encoders(tmp_path, name, tiny_vocab, encoder_folder):
+def test_foreign_encoders_equal_transformers(tmp_path, name, tiny_vocab, encoder_folder):
     types = {"type_vocab_size": 1} if name == "RobertaModel" else {}
     hf_folder(tmp_path, name, vocab_size=len(tiny_vocab.read_text().split("\n")), **types)
     for file in tmp_path.glob("*token*"):
@@ -76,7 +76,7 @@ def test_vectors_of_foreign_encoders(tmp_path, name, tiny_vocab, encoder_folder)
         model.model  # noqa: B018  # loads it
 
 
-def test_vectors_of_a_finetuned_model(finetuned):
+def test_finetuned_model_encodes(finetuned):
     folder = finetuned[0] / "sst2/seed-0/model"
     model = ef.load(folder)
     assert isinstance(model, ef.FinetunedModel) and model.max_length == 24
@@ -85,7 +85,7 @@ def test_vectors_of_a_finetuned_model(finetuned):
     assert model.predict(TEXTS) == before
 
 
-def test_what_sentence_transformers_saved_counts(encoder_folder, tmp_path):
+def test_sentence_transformers_settings_are_used(encoder_folder, tmp_path):
     folder = shutil.copytree(encoder_folder, tmp_path / "saved")
     plain = ef.load(folder)
 
@@ -97,44 +97,42 @@ def test_what_sentence_transformers_saved_counts(encoder_folder, tmp_path):
         return ef.load(folder).encode(TEXTS)
 
     three = ("Transformer", "Pooling", "Normalize")
-    found = save(three, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
-    np.testing.assert_allclose(found, plain.encode(TEXTS, pooling="cls", normalize=True), atol=1e-6)
-    found = save(three[:2], {"pooling_mode": "mean"}, sentence_bert_config={"max_seq_length": 8})
-    np.testing.assert_allclose(found, reference(encoder_folder, length=8), atol=1e-5)
+    vectors = save(three, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
+    np.testing.assert_allclose(vectors, plain.encode(TEXTS, pooling="cls", normalize=True), atol=1e-6)
+    vectors = save(three[:2], {"pooling_mode": "mean"}, sentence_bert_config={"max_seq_length": 8})
+    np.testing.assert_allclose(vectors, reference(encoder_folder, length=8), atol=1e-5)
     prompts = {"prompts": {"q": "name: "}, "default_prompt_name": "q"}
-    found = save(three[:2], {"pooling_mode": ["mean"]}, sentence_bert_config={}, config_sentence_transformers=prompts)
-    np.testing.assert_allclose(found, plain.encode([f"name: {text}" for text in TEXTS]), atol=1e-5)
+    vectors = save(three[:2], {"pooling_mode": ["mean"]}, sentence_bert_config={}, config_sentence_transformers=prompts)
+    np.testing.assert_allclose(vectors, plain.encode([f"name: {text}" for text in TEXTS]), atol=1e-5)
     for kinds, pooling in (((*three, "Dense"), {}), (three, {"pooling_mode": "max"}), (three, {"pooling_mode": []})):
         with pytest.raises(ValueError, match="use sentence-transformers"):
             save(kinds, pooling)
 
 
-def test_no_texts_and_one(encoder_folder):
+def test_empty_list_and_single_text(encoder_folder):
     model = ef.load(encoder_folder, device="cpu", precision="fp32")
-    is_said = r"PretrainedModel: .*: bert, 2 layers of 32, 0\.\d\d M parameters without heads, up to 64 tokens, on cpu"
-    assert re.fullmatch(is_said, repr(model))
+    pattern = r"PretrainedModel: .*: bert, 2 layers of 32, 0\.\d\d M parameters without heads, up to 64 tokens, on cpu"
+    assert re.fullmatch(pattern, repr(model))
     assert model.encode([]).shape == (0, 32) and model.encode("a name").shape == (32,)
     with pytest.raises(ef.InputError, match="pooling = 'max': must be one of mean, cls"):
         model.encode(["a"], pooling="max")
 
 
-def test_a_model_survives_pickling(run_and_export):
+def test_model_can_be_pickled(run_and_export):
     model = ef.load(run_and_export[0])
     ids = torch.tensor([[2, 7, 3]])
     expected = model.encode(TEXTS), model.discriminator_logits(ids), model.detect(TEXTS)
     again = pickle.loads(pickle.dumps(model))
-    found = again.encode(TEXTS), again.discriminator_logits(ids), again.detect(TEXTS)
-    assert np.array_equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and found[2] == expected[2]
+    actual = again.encode(TEXTS), again.discriminator_logits(ids), again.detect(TEXTS)
+    assert np.array_equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1]) and actual[2] == expected[2]
     assert torch.equal(model.generator_logits(ids), model.model.generator_logits(ids)) and model.config.model.num_layers
 
 
-def test_what_cannot_be_loaded_is_one_line(finetuned, encoder_folder, tmp_path):
+def test_load_errors_are_one_line(finetuned, encoder_folder, tmp_path):
     out = finetuned[0]
     for folder in (out, out / "sst2", out / "sst2/seed-0"):
         inside = re.escape(str(out / "sst2/seed-0/model"))
-        with pytest.raises(
-            ef.InputError, match=rf"^{folder}: .*no model itself; name one of those inside: .*{inside}.*$"
-        ):
+        with pytest.raises(ef.InputError, match=rf"^{folder}: contains models; pass one of them: .*{inside}.*$"):
             ef.load(folder)
     for source in (encoder_folder, out / "sst2/seed-0/model"):
         with pytest.raises(ef.InputError, match="device = 'gpu': must be auto, cpu, cuda or cuda:N"):

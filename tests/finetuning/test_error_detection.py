@@ -1,4 +1,4 @@
-"""Words that do not belong: the discriminator's own answers, in whatever text, length and kind of source."""
+"""Error detection equals the discriminator's output for texts of any script and length and from any source."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TEXTS = [SHORT, "", LONG, "name", " \n ", "x" * 120, SHORT.upper()]
 
 
 def save_run(folder, vocab, **changes):
-    """A run at step 0 whose parameters are large enough for probabilities from 0 to 1."""
+    """Saves a run at step 0 with parameters large enough for probabilities from 0 to 1."""
     tokenizer = Tokenizer(vocab)
     recipe = changes.pop("recipe", "google")
     config = tiny_config(recipe).override({"model.vocab_size": str(tokenizer.vocab_size)} | changes)
@@ -44,8 +44,8 @@ def save_run(folder, vocab, **changes):
 
 
 @pytest.mark.process
-def test_a_fork_computes_after_its_parent_has(tmp_path, tiny_vocab, capfd):
-    """Without OpenMP's threads, which a fork does not have: a child that waits for them is killed by its alarm."""
+def test_forked_process_computes_after_its_parent(tmp_path, tiny_vocab, capfd):
+    """A fork has none of OpenMP's threads; a child that waits for them is killed by its alarm."""
     save_run(tmp_path, tiny_vocab)
     model = ef.load(tmp_path)
     ids = torch.randint(5, 500, (64, 32))
@@ -78,7 +78,7 @@ class Reference:
 
     @torch.no_grad()
     def pieces(self, ids):
-        """The probability of each piece of a text that is read whole."""
+        """Returns the probability of each piece of an unchunked text."""
         row = [self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id]
         logits = self.model(torch.tensor([row])).logits[0].double()
         has_labels = self.model.config.architectures == ["ModernBertForTokenClassification"]
@@ -86,7 +86,7 @@ class Reference:
         return list(replaced[1:-1].tolist())
 
     def words(self, text, length):
-        """That any of a word's pieces is replaced, each in the chunk with most context around it."""
+        """Returns the probability that any piece of a word is replaced, each in the chunk with the most context."""
         encoding = self.tokenizer(text, add_special_tokens=False).encodings[0]
         room = length - 2
         spans = chunk_spans(len(encoding.ids), room, room // 2)
@@ -117,7 +117,7 @@ def detector(run):
 
 class TestProbabilities:
     @pytest.mark.parametrize("recipe", ["google", "modern"])
-    def test_they_are_those_of_transformers(self, tmp_path, tiny_vocab, recipe):
+    def test_probabilities_equal_transformers(self, tmp_path, tiny_vocab, recipe):
         run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
         export(run, out=tmp_path / "export", unfinished=True)
         reference = Reference(tmp_path / "export/discriminator")
@@ -133,21 +133,21 @@ class TestProbabilities:
             assert probabilities(alone) == pytest.approx(probabilities(answer), abs=1e-5)
         assert len(everything) > 100 and max(everything) - min(everything) > 0.5
 
-    def test_every_source_of_a_model_gives_the_same(self, whole_run, exported, tmp_path):
+    def test_all_sources_of_a_model_agree(self, whole_run, exported, tmp_path):
         alone = shutil.copytree(exported / "discriminator", tmp_path / "alone")
         [last] = sorted((whole_run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))[-1:]
         expected = read_detector(whole_run)
         for source in (last, exported, alone, str(alone)):
-            found = read_detector(source)
-            assert found.sequence_length == expected.sequence_length == 16
-            assert found.predict(TEXTS) == expected.predict(TEXTS), source
+            other = read_detector(source)
+            assert other.sequence_length == expected.sequence_length == 16
+            assert other.predict(TEXTS) == expected.predict(TEXTS), source
 
     @pytest.mark.parametrize(
         "changes",
         [{"generator.kind": "uniform"}, {"model.heads": "plain"}, {"model.tying": "all"}, {"recipe": "deberta"}],
         ids=str,
     )
-    def test_of_other_models(self, tmp_path, tiny_vocab, changes):
+    def test_other_generators_heads_and_architectures(self, tmp_path, tiny_vocab, changes):
         changes |= {"generator.fraction": "1"} if "model.tying" in changes else {}
         run = save_run(tmp_path / "run", tiny_vocab, **changes)
         detector = ef.load(run)
@@ -173,24 +173,24 @@ class TestWords:
             ("\x00 name\u200b \u0301", ["name"]),
         ],
     )
-    def test_spans_are_what_is_written(self, detector, text, words):
+    def test_spans_cover_words_with_their_marks(self, detector, text, words):
         [answer] = detector.detect([text])
         assert [word["text"] for word in answer["words"]] == words
         assert [text[word["start"] : word["end"]] for word in answer["words"]] == words
 
-    def test_errors_are_those_that_reach_the_threshold(self, detector):
+    def test_errors_reach_threshold(self, detector):
         [answer] = detector.detect([LONG])
         middle = float(np.median(probabilities(answer)))
         counts = []
         for threshold in (0.0, middle, 1.0):
-            [found] = detector.detect([LONG], threshold)
-            assert found["errors"] == [word for word in answer["words"] if word["probability"] >= threshold]
-            assert found["words"] == answer["words"] and found["score"] == answer["score"]
-            counts.append(len(found["errors"]))
+            [answer_at] = detector.detect([LONG], threshold)
+            assert answer_at["errors"] == [word for word in answer["words"] if word["probability"] >= threshold]
+            assert answer_at["words"] == answer["words"] and answer_at["score"] == answer["score"]
+            counts.append(len(answer_at["errors"]))
         assert counts[0] == len(answer["words"]) > counts[1] > counts[2] == 0
         assert json.loads(json.dumps(answer)) == answer
 
-    def test_of_a_byte_level_tokenizer_without_the_spaces(self, tmp_path):
+    def test_byte_level_words_have_no_spaces(self, tmp_path):
         from tokenizers import Tokenizer as Other
         from tokenizers import models, pre_tokenizers, trainers
 
@@ -206,35 +206,35 @@ class TestWords:
 
 
 class TestInputs:
-    def test_empty_texts_score_nothing(self, detector):
+    def test_empty_texts_score_zero(self, detector):
         none = {"score": 0.0, "errors": [], "words": []}
         assert detector.detect(["", " \t\n", "\x00\u200b"]) == [none] * 3
         assert detector.detect([]) == []
-        with pytest.raises(ef.InputError, match="detect takes a list of texts; put a single one into a list"):
+        with pytest.raises(ef.InputError, match="detect takes a list of texts; put a single text into a list"):
             detector.detect("a text")
 
     @pytest.mark.parametrize("method", ["detect", "encode"])
-    def test_what_is_no_list_of_texts(self, detector, method):
+    def test_other_input_than_list_of_texts_is_refused(self, detector, method):
         for texts, message in (
             (b"bytes", f"{method} takes a list of texts"),
             ({"text": "a"}, f"{method} takes a list of texts"),
-            (pd.DataFrame({"text": ["a"]}), f"{method} takes a list of texts; give one column of the table"),
-            (["a", None], "example 1 is None; it must be a text"),
-            (["a", ("a", "b")], r"example 1 is \('a', 'b'\); it must be a text"),
+            (pd.DataFrame({"text": ["a"]}), f"{method} takes a list of texts; pass one column of the table"),
+            (["a", None], "example 1 = None: must be a string"),
+            (["a", ("a", "b")], r"example 1 = \('a', 'b'\): must be a string"),
             (["a", "\udc00"], "example 1: unpaired surrogate, which is not text"),
         ):
             with pytest.raises(ef.InputError, match=message):
                 getattr(detector, method)(texts)
 
-    def test_a_threshold_that_is_no_probability(self, detector):
+    def test_invalid_threshold_is_refused(self, detector):
         for threshold in (-0.1, 1.5, float("nan")):
-            with pytest.raises(ValueError, match=f"threshold is {threshold}; it is a probability, from 0 to 1"):
+            with pytest.raises(ValueError, match=f"threshold = {threshold}: must be a probability from 0 to 1"):
                 detector.detect([], threshold)
 
 
 class TestSources:
-    def test_how_much_another_folder_reads_at_once(self, exported, tmp_path):
-        """As many tokens as it has positions, since it does not say what it was trained with."""
+    def test_foreign_folder_reads_all_positions(self, exported, tmp_path):
+        """Without a recorded sequence length, texts are read in chunks of all positions."""
         other = shutil.copytree(exported / "discriminator", tmp_path / "other")
         table = json.loads((other / "config.json").read_text(encoding="utf-8"))
         foreign = {name: value for name, value in table.items() if not name.startswith("electra_fast")}
@@ -244,7 +244,7 @@ class TestSources:
         expected = Reference(other).words(LONG, detector.sequence_length)
         assert probabilities(detector.predict([LONG])[0]) == pytest.approx(expected, abs=1e-5)
 
-    def test_a_model_without_a_discriminator(self, exported, encoder_folder):
+    def test_model_without_discriminator_is_refused(self, exported, encoder_folder):
         source = exported / "generator"
         with pytest.raises(ValueError, match=f"^{re.escape(str(source))}: has no discriminator, only the gen") as e:
             ef.load(source).detect(["a"])

@@ -1,4 +1,4 @@
-"""Fine-tuned models in ONNX: `export --onnx` against `transformers`' classes, onnxruntime, and bad input."""
+"""`export --onnx` for fine-tuned models, compared with `transformers` in onnxruntime, and its input errors."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ NAMES = {"README.md", "config.json", "model.onnx", "tokenizer.json", "tokenizer_
 
 
 def save_model(folder, vocab, kind="classification", architecture="bert", seed=0):
-    """A folder as `transformers` saves one of its classes, with random weights."""
+    """Saves a model of a `transformers` class with random weights."""
     save_encoder(folder, vocab, architecture, **(WINDOW if architecture == "modernbert" else {}))
     hf = TASK_TYPES[kind].hf
     labels = LABELS[kind]
@@ -46,7 +46,7 @@ def save_model(folder, vocab, kind="classification", architecture="bert", seed=0
     torch.manual_seed(seed)
     model = getattr(transformers, f"{FAMILIES[architecture]}For{hf.ending}")(config)
     model.save_pretrained(folder)
-    if kind == "question-answering":  # of rows of 64 tokens
+    if kind == "question-answering":  # for rows of 64 tokens
         path = folder / "config.json"
         settings = {"max_query_length": 16, "doc_stride": 16}
         path.write_text(json.dumps(json.loads(path.read_text()) | {"electra_fast_settings": settings}))
@@ -59,7 +59,7 @@ def examples_of(kind):
 
 
 def write_labeled(path, folder, kind):
-    """Examples whose labels are the model's own predictions, so that it scores 1."""
+    """Writes examples labeled with the model's predictions, so that the model scores 1."""
     rows = []
     for example, answer in zip(
         examples_of(kind), ef.load(folder, precision="fp32").predict(examples_of(kind)), strict=True
@@ -78,9 +78,9 @@ def write_labeled(path, folder, kind):
 
 def outputs_of(folder, inputs):
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_outputs()]
-    wanted = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
-    return dict(zip(names, session.run(names, wanted), strict=True))
+    names = [node.name for node in session.get_outputs()]
+    feeds = {node.name: inputs[node.name].numpy() for node in session.get_inputs()}
+    return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def tokens_of(folder):
@@ -101,30 +101,30 @@ def model(tiny_vocab, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kind", LABELS)
-def test_outputs_are_those_of_transformers(tiny_vocab, tmp_path, kind, architecture):
+def test_outputs_equal_transformers(tiny_vocab, tmp_path, kind, architecture):
     folder, reference = save_model(tmp_path / "model", tiny_vocab, kind, architecture)
-    found = ef.export(folder, out=tmp_path / "out", onnx=True)
+    result = ef.export(folder, out=tmp_path / "out", onnx=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} - {"special_tokens_map.json"} == NAMES
     tokens = tokens_of(tmp_path / "out")
     is_token = tokens["attention_mask"].bool().numpy()
     with torch.no_grad():
         inputs = dict(tokens) if architecture == "bert" else {**tokens, "token_type_ids": None}
-        expected = reference(**{name: each for name, each in inputs.items() if each is not None})
+        expected = reference(**{name: tensor for name, tensor in inputs.items() if tensor is not None})
     for name, values in outputs_of(tmp_path / "out", tokens).items():
-        own = values
-        theirs = expected[name].numpy()
-        if own.shape[:2] == is_token.shape:
-            own = own[is_token]
-            theirs = theirs[is_token]
-        np.testing.assert_allclose(own, theirs, atol=1e-4 * np.abs(theirs).max())
-    assert [*found.models] == ["torch fp32", "onnx fp32"] and found.metric is None
+        actual = values
+        reference_values = expected[name].numpy()
+        if actual.shape[:2] == is_token.shape:
+            actual = actual[is_token]
+            reference_values = reference_values[is_token]
+        np.testing.assert_allclose(actual, reference_values, atol=1e-4 * np.abs(reference_values).max())
+    assert [*result.models] == ["torch fp32", "onnx fp32"] and result.metric is None
     assert ef.load(tmp_path / "out").predict(examples_of(kind)[:3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classification", "tagging"])
-def test_a_published_head_on_modernbert(tiny_vocab, tmp_path, kind):
-    """It is one layer on the hidden states of `transformers`' encoder."""
+def test_published_head_on_modernbert(tiny_vocab, tmp_path, kind):
+    """The head is one layer on the hidden states of the `transformers` encoder."""
     data = write_labeled(tmp_path / "data.jsonl", save_model(tmp_path / "model", tiny_vocab, kind)[0], kind)
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, "modernbert", **WINDOW)
     overrides = QUICK | {"finetune.head": "published", "finetune.learning_rate": "1e-2"}
@@ -139,34 +139,36 @@ def test_a_published_head_on_modernbert(tiny_vocab, tmp_path, kind):
     is_token = tokens["attention_mask"].bool().numpy()
     expected = (hidden @ tensors["classifier.weight"].T + tensors["classifier.bias"]).numpy()
     expected = expected[:, 0] if kind == "classification" else expected[is_token]
-    (own,) = outputs_of(tmp_path / "out", tokens).values()
-    own = own if kind == "classification" else own[is_token]
-    np.testing.assert_allclose(own, expected, atol=1e-4 * np.abs(expected).max())
+    (actual,) = outputs_of(tmp_path / "out", tokens).values()
+    actual = actual if kind == "classification" else actual[is_token]
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LABELS)
-def test_int8_is_compared_with_its_source(tiny_vocab, tmp_path, kind):
+def test_int8_is_compared_with_source(tiny_vocab, tmp_path, kind):
     folder, _ = save_model(tmp_path / "model", tiny_vocab, kind)
     data = write_labeled(tmp_path / "data.jsonl", folder, kind)
-    found = ef.export(folder, out=tmp_path / "out", onnx=True, int8=True, data=data, accept_loss=100)
-    source, whole, small = (found.models[name] for name in ("torch fp32", "onnx fp32", "onnx int8"))
+    result = ef.export(folder, out=tmp_path / "out", onnx=True, int8=True, data=data, accept_loss=100)
+    source, whole, small = (result.models[name] for name in ("torch fp32", "onnx fp32", "onnx int8"))
     assert source["score"] > 0.9 and source["agreement"] == whole["agreement"] == 1
     assert small["megabytes"] < 0.7 * whole["megabytes"] and small["agreement"] > 0.5
-    if kind == "classification":  # counted by onnxruntime alone
+    if kind == "classification":  # computed directly with onnxruntime
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         golds = [json.loads(line)["label"] for line in data.read_text().splitlines()]
         logits = [outputs_of(tmp_path / "out", tokenizer(text, return_tensors="pt"))["logits"] for text in TEXTS]
-        equal = np.mean([LABELS[kind][each.argmax()] == gold for each, gold in zip(logits, golds, strict=True)])
-        # Exactly, since a model in int8 reads each text alone: its activations have one scale per batch.
+        equal = np.mean(
+            [LABELS[kind][text_logits.argmax()] == gold for text_logits, gold in zip(logits, golds, strict=True)]
+        )
+        # Exactly equal, since an int8 model reads one text per batch: activations have one scale per batch.
         assert small["score"] == small["agreement"] == equal
     card = (tmp_path / "out/README.md").read_text()
-    assert all(line in card for line in found.table()) and "int8 per channel" in card
+    assert all(line in card for line in result.table()) and "int8 per channel" in card
     assert json.loads((tmp_path / "out/config.json").read_text())["electra_fast_onnx"] == {"precision": "int8"}
-    assert json.loads(found.to_json())["models"]["onnx int8"] == small
+    assert json.loads(result.to_json())["models"]["onnx int8"] == small
 
 
-def test_a_loss_is_refused_unless_it_is_accepted(model, tmp_path, tiny_vocab, monkeypatch):
+def test_loss_above_limit_is_refused(model, tmp_path, tiny_vocab, monkeypatch):
     data = write_labeled(tmp_path / "data.jsonl", model, "classification")
     out = tmp_path / "out"
     options = ["--onnx", "--out", out, "--data", data]
@@ -177,25 +179,25 @@ def test_a_loss_is_refused_unless_it_is_accepted(model, tmp_path, tiny_vocab, mo
     monkeypatch.setattr(export_module, "quantize", lambda _, target: shutil.copy(tmp_path / "worse/model.onnx", target))
     done = in_process.run("export", model, *options, "--int8")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "int8 loses" in done.stderr and "points of accuracy, more than 1: 1.0000 in fp32" in done.stderr
+    assert "int8 loses" in done.stderr and "percentage points of accuracy, more than 1: 1.0000 in fp32" in done.stderr
     assert (out / "model.onnx").read_bytes() == before and not list(tmp_path.glob(".out*"))
     done = in_process.run("export", model, *options, "--int8", "--accept-loss", "100")
     assert done.returncode == 0 and "| onnx int8  | " in done.stdout
     assert (out / "model.onnx").read_bytes() != before
 
 
-def test_a_graph_with_other_outputs_is_not_left(model, tmp_path, tiny_vocab, monkeypatch):
+def test_wrong_graph_is_not_written(model, tmp_path, tiny_vocab, monkeypatch):
     other, _ = save_model(tmp_path / "other", tiny_vocab, seed=1)
     ef.export(other, out=tmp_path / "wrong", onnx=True)
     monkeypatch.setattr(
         torch.onnx, "export", lambda model, inputs, path, **_: shutil.copy(tmp_path / "wrong/model.onnx", path)
     )
-    with pytest.raises(ElectraFastError, match="outputs of model.onnx in onnxruntime differ by"):
+    with pytest.raises(ElectraFastError, match="outputs of model.onnx in onnxruntime differ from torch by"):
         ef.export(model, out=tmp_path / "out", onnx=True)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_is_one_line(model, tmp_path, encoder_folder):
+def test_input_errors_are_one_line(model, tmp_path, encoder_folder):
     out = tmp_path / "out"
 
     def assert_refused(message, source=model, **options):
@@ -204,13 +206,13 @@ def test_bad_input_is_one_line(model, tmp_path, encoder_folder):
         assert not out.exists()
 
     assert_refused("is a Hugging Face folder already; add --onnx", onnx=False)
-    assert_refused("--language is for runs", language="hu")
-    assert_refused("--unfinished is for runs", unfinished=True)
-    assert_refused("--int8 is for fine-tuned models", encoder_folder, int8=True)
-    assert_refused("--accept-loss is for --int8", accept_loss=3.0)
-    assert_refused("--accept-loss is -1; it must be", int8=True, accept_loss=-1)
-    assert_refused("to judge int8 on; give labeled examples with --data FILE", int8=True)
-    assert_refused("s3://bucket/model: a fine-tuned model is exported to a folder", out="s3://bucket/model")
+    assert_refused("--language: is for runs", language="hu")
+    assert_refused("--unfinished: is for runs", unfinished=True)
+    assert_refused("--int8: is for fine-tuned models", encoder_folder, int8=True)
+    assert_refused("--accept-loss: is for --int8", accept_loss=3.0)
+    assert_refused("--accept-loss = -1: must be", int8=True, accept_loss=-1)
+    assert_refused("to evaluate int8 on; pass labeled examples with --data FILE", int8=True)
+    assert_refused("s3://bucket/model: a fine-tuned model is exported to a local folder", out="s3://bucket/model")
     assert_refused("not empty and not an earlier export", out=model)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -220,21 +222,21 @@ def test_bad_input_is_one_line(model, tmp_path, encoder_folder):
     assert_refused("purple", int8=True, data=unknown)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"electra_fast_onnx": {"precision": "fp32"}}))
-    assert_refused("is in ONNX already; name the folder with the weights")
+    assert_refused("is in ONNX already; pass the folder of the model")
 
 
-def test_the_published_reader_is_refused(tiny_vocab, tmp_path):
+def test_published_reader_is_refused(tiny_vocab, tmp_path):
     folder, _ = save_model(tmp_path / "model", tiny_vocab, "question-answering")
     config = json.loads((folder / "config.json").read_text()) | {"electra_fast_head": "published"}
     (folder / "config.json").write_text(json.dumps(config))
-    with refused("searches between its layers, as no graph does; fine-tune with"):
+    with refused("searches between its layers, which an ONNX graph cannot; fine-tune with"):
         ef.export(folder, out=tmp_path / "out", onnx=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
-def test_validation_examples_are_kept_for_the_comparison(tiny_vocab, tmp_path, kind):
-    """What `finetune` leaves is read as the examples that it validated on."""
+def test_validation_set_of_finetune_is_compared_on(tiny_vocab, tmp_path, kind):
+    """By default, `export` compares on the validation set that `finetune` wrote."""
     folder, _ = save_model(tmp_path / "model", tiny_vocab, kind)
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab)
     train = write_labeled(tmp_path / "train.jsonl", folder, kind)
@@ -244,9 +246,9 @@ def test_validation_examples_are_kept_for_the_comparison(tiny_vocab, tmp_path, k
     )
     results = ef.finetune(encoder, task=task, train=train, dev=train, out=tmp_path / "tasks", overrides=overrides)
     trained = tmp_path / "tasks" / task / "seed-0" / "model"
-    found = ef.export(trained, out=tmp_path / "out", onnx=True)
-    assert found.data == str(tmp_path / "tasks" / task / "dev.jsonl") and found.examples == len(
+    result = ef.export(trained, out=tmp_path / "out", onnx=True)
+    assert result.data == str(tmp_path / "tasks" / task / "dev.jsonl") and result.examples == len(
         train.read_text().splitlines()
     )
-    assert found.metric == results[task]["metric"]
-    assert found.models["onnx fp32"]["score"] == pytest.approx(results[task]["median"], abs=1e-4)
+    assert result.metric == results[task]["metric"]
+    assert result.models["onnx fp32"]["score"] == pytest.approx(results[task]["median"], abs=1e-4)

@@ -1,4 +1,4 @@
-"""`finetune` as a user runs it: what it leaves, resumes, refuses and says."""
+"""`finetune` as a user runs it: files, resuming, errors and messages."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def without_times(results):
     return [without_times(value) for value in results] if isinstance(results, list) else results
 
 
-def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
+def test_results_and_files_of_each_seed(finetuned, glue_folder):
     out, results = finetuned
     assert list(results) == ["sst2", "mrpc"] and json.loads((out / "results.json").read_text()) == results
     assert json.loads(results.to_json()) == results and results["sst2"].median == results["sst2"]["median"]
@@ -52,16 +52,16 @@ def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
     assert header.split() == ["task", "metric", "median", "lowest", "highest", "majority", "runs", "seconds"]
     assert [line.split()[0] for line in lines] == ["sst2", "mrpc", "mean"] and "<pre>task" in results._repr_html_()
     for task, splits in {"sst2": {"dev": 16, "test": 8}, "mrpc": {"dev": 10}}.items():
-        found = results[task]
+        result = results[task]
         metrics = {"accuracy", *(["f1"] if task == "mrpc" else [])}
-        scores = [run["accuracy"] for run in found["runs"]]
-        assert [run["seed"] for run in found["runs"]] == [0, 1] and found["metric"] == "accuracy"
-        assert found["majority"].keys() == metrics
-        assert found["median"] == sum(scores) / 2 and (found["min"], found["max"]) == (min(scores), max(scores))
+        scores = [run["accuracy"] for run in result["runs"]]
+        assert [run["seed"] for run in result["runs"]] == [0, 1] and result["metric"] == "accuracy"
+        assert result["majority"].keys() == metrics
+        assert result["median"] == sum(scores) / 2 and (result["min"], result["max"]) == (min(scores), max(scores))
         data = glue.read(task, glue_folder)
         names = {"model", "metrics.jsonl", "result.json"}
         names |= {f"predictions.{split}.{kind}" for split in splits for kind in ("jsonl", "tsv")}
-        for run in found["runs"]:
+        for run in result["runs"]:
             assert metrics <= run.keys() and run["seconds"] > 0
             folder = out / task / f"seed-{run['seed']}"
             assert {path.name for path in folder.iterdir()} == names
@@ -74,26 +74,26 @@ def test_results_and_what_each_seed_leaves(finetuned, glue_folder):
     assert len(set(model_bytes(out).values())) == 4
 
 
-def test_finished_seeds_are_not_trained_again(finetuned, encoder_folder, glue_folder, tmp_path):
+def test_finished_seeds_are_not_retrained(finetuned, encoder_folder, glue_folder, tmp_path):
     out, results = finetuned
     copy = shutil.copytree(out, tmp_path / "copy")
-    kept = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
+    times = {path: path.stat().st_mtime_ns for path in copy.glob("*/seed-*/model/model.safetensors")}
     for path in copy.glob("*/report.*"):
-        path.unlink()  # as after a kill before they were written
+        path.unlink()  # like after a kill before they are written
     again = in_process.run(*command(encoder_folder, glue_folder, copy, "--json"))
     assert again.returncode == 0 and json.loads(again.stdout) == results
     assert "from an earlier session" in again.stderr
-    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    assert times == {path: path.stat().st_mtime_ns for path in times}
     reports = {path: (out / path.relative_to(copy)).read_bytes() for path in copy.glob("*/*.*") if path.is_file()}
     assert {"report.json", "report.md", "confusion.png"} <= {path.name for path in reports}
     assert reports == {path: path.read_bytes() for path in reports}
     more = ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=copy, seeds=3, overrides=QUICK)
     assert more["sst2"]["runs"][:2] == results["sst2"]["runs"] and len(more["sst2"]["runs"]) == 3
-    assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # another task's are kept
+    assert json.loads((copy / "results.json").read_text())["mrpc"] == results["mrpc"]  # results of other tasks are kept
 
 
 def with_other_labels(glue_folder, folder):
-    """A copy of the tasks in which every dev label of SST-2 is the other one."""
+    """Copies the tasks and flips every validation label of SST-2."""
     shutil.copytree(glue_folder, folder)
     path = folder / "SST-2" / "dev.tsv"
     header, *lines = path.read_text().splitlines()
@@ -101,7 +101,7 @@ def with_other_labels(glue_folder, folder):
     return folder
 
 
-def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
+def test_changed_data_are_rescored_without_training(finetuned, encoder_folder, glue_folder, tmp_path):
     out = shutil.copytree(finetuned[0], tmp_path / "copy")
     results = finetuned[1]
     moved = shutil.copytree(glue_folder, tmp_path / "moved")
@@ -111,14 +111,14 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
     tested = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-*/predictions.test.tsv")}
     other = with_other_labels(glue_folder, tmp_path / "other")
     changed = in_process.run(*command(encoder_folder, other, out, "--json"))
-    found = json.loads(changed.stdout)
+    rescored = json.loads(changed.stdout)
     assert changed.stderr.count("dev predicted and scored again, as the data changed") == 2
-    for before, now in zip(results["sst2"]["runs"], found["sst2"]["runs"], strict=True):
+    for before, now in zip(results["sst2"]["runs"], rescored["sst2"]["runs"], strict=True):
         assert now["accuracy"] == pytest.approx(1 - before["accuracy"])
-    assert found["mrpc"] == results["mrpc"] and model_bytes(out) == models
+    assert rescored["mrpc"] == results["mrpc"] and model_bytes(out) == models
     assert tested == {path: path.stat().st_mtime_ns for path in tested}
     card = (out / "sst2" / "seed-0" / "model" / "README.md").read_text()
-    accuracy = found["sst2"]["runs"][0]["accuracy"]
+    accuracy = rescored["sst2"]["runs"][0]["accuracy"]
     assert f"accuracy {accuracy:.4f} (majority " in card
     [score] = ModelCard(card).data.eval_results
     assert (score.task_type, score.dataset_name, score.dataset_split) == ("text-classification", "sst2", "dev")
@@ -126,24 +126,24 @@ def test_changed_data_are_scored_without_training(finetuned, encoder_folder, glu
 
 
 @pytest.mark.parametrize("call", [4, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_kill_while_scoring_again_leaves_no_stale_scores(finetuned, encoder_folder, glue_folder, tmp_path, call):
+def test_kill_during_rescoring_leaves_no_stale_scores(finetuned, encoder_folder, glue_folder, tmp_path, call):
     out = shutil.copytree(finetuned[0], tmp_path / "copy")
     common = {"model": encoder_folder, "out": out, "overrides": QUICK}
     with killed_at_call(os, "replace", call):
         ef.finetune(task="sst2", glue=with_other_labels(glue_folder, tmp_path / "other"), **common)
-    found = ef.finetune(task="sst2", glue=glue_folder, **common)["sst2"]["runs"]
-    assert without_times(found) == without_times(finetuned[1]["sst2"]["runs"][:1])
+    runs = ef.finetune(task="sst2", glue=glue_folder, **common)["sst2"]["runs"]
+    assert without_times(runs) == without_times(finetuned[1]["sst2"]["runs"][:1])
     predictions = (finetuned[0] / "sst2" / "seed-0" / "predictions.dev.tsv").read_text()
     assert (out / "sst2" / "seed-0" / "predictions.dev.tsv").read_text() == predictions
 
 
 @pytest.mark.slow
-def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, encoder_folder, glue_folder, tmp_path):
+def test_killed_run_resumes_bit_exactly(server, finetuned, encoder_folder, glue_folder, tmp_path):
     out, results = finetuned
     resumed = tmp_path / "resumed"
 
     def is_resumable():
-        """One seed is unfinished, and has taken some steps."""
+        """Returns whether one seed is unfinished after some steps."""
         states = list(resumed.glob("*/seed-*/checkpoints/step-*/state.json"))
         steps = [json.loads(path.read_text())["step"] for path in states]
         return len({path.parents[2] for path in states}) == 1 and max(steps) > 0
@@ -159,15 +159,15 @@ def test_killed_between_steps_it_resumes_to_the_same_bits(server, finetuned, enc
 
 
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_a_kill_before_the_first_step_leaves_a_folder_to_resume(encoder_folder, glue_folder, tmp_path, call):
-    """At each of the first files, half-written ones included."""
+def test_kill_before_first_step_is_resumable(encoder_folder, glue_folder, tmp_path, call):
+    """Kills at each of the first file replacements."""
     arguments = {"model": encoder_folder, "glue": glue_folder, "out": tmp_path, "seeds": 1, "overrides": QUICK}
     with killed_at_call(os, "replace", call):
         ef.finetune(task="sst2", **arguments)
     assert len(ef.finetune(task="sst2", **arguments)["sst2"]["runs"]) == 1
 
 
-def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
+def test_kill_after_last_step_repeats_no_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
     def finetune():
         return ef.finetune(encoder_folder, task="sst2", glue=glue_folder, out=tmp_path, seeds=1, overrides=QUICK)
 
@@ -179,30 +179,30 @@ def test_a_kill_after_the_last_step_costs_no_step(encoder_folder, glue_folder, t
     assert len(finetune()["sst2"]["runs"]) == 1 and not half_written.exists()
 
 
-def test_a_signal_ends_in_a_checkpoint_and_the_log_has_every_step(encoder_folder, glue_folder, tmp_path, monkeypatch):
+def test_signal_writes_checkpoint_and_log_is_complete(encoder_folder, glue_folder, tmp_path, monkeypatch):
     take = FinetuneStep.__call__
     taken = []
 
-    def signalled(*given):
+    def signalled(*arguments):
         if len(taken) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        taken.append(take(*given))
+        taken.append(take(*arguments))
         return taken[-1]
 
     monkeypatch.setattr(FinetuneStep, "__call__", signalled)
-    found = in_process.run(*command(encoder_folder, glue_folder, tmp_path))
-    assert found.returncode == 128 + signal.SIGTERM
-    assert "checkpoint at step 3, run again to resume" in found.stderr.splitlines()[-1]
+    result = in_process.run(*command(encoder_folder, glue_folder, tmp_path))
+    assert result.returncode == 128 + signal.SIGTERM
+    assert "checkpoint at step 3; run again to resume" in result.stderr.splitlines()[-1]
     assert max(checkpoint_folder.steps(tmp_path / "sst2" / "seed-0")) == 3
-    found = ef.finetune(encoder_folder, task="SST-2,sst2", glue=glue_folder, out=tmp_path, seeds=2, overrides=QUICK)
+    result = ef.finetune(encoder_folder, task="SST-2,sst2", glue=glue_folder, out=tmp_path, seeds=2, overrides=QUICK)
     *log, evaluation = [json.loads(line) for line in (tmp_path / "sst2/seed-0/metrics.jsonl").read_text().splitlines()]
-    assert evaluation == {"step": len(log), "accuracy": found["sst2"]["runs"][0]["accuracy"]}
+    assert evaluation == {"step": len(log), "accuracy": result["sst2"]["runs"][0]["accuracy"]}
     expected = [(float(loss), float(norm)) for loss, norm in taken[: len(log)]]
     assert [(line["loss"], line["grad_norm"]) for line in log] == expected and len(log) > 3
 
 
 def trained_by(job, num_processes, order):
-    """Losses and parameters after the steps of `order`, by one process or several; the latter evaluate after each."""
+    """Returns losses and parameters after the steps of `order`; with several processes, evaluates after each step."""
     torch.set_num_threads(2)
     try:
         model = job.work.model()
@@ -225,10 +225,10 @@ def trained_by(job, num_processes, order):
 
 
 @pytest.mark.process
-def test_two_processes_compute_what_one_computes(encoder_folder, job_of):
-    """With a table so large that most of its rows are in no batch: its gradient is sparse."""
+def test_two_processes_equal_one(encoder_folder, job_of):
+    """The embedding table is so large that most of its rows are in no batch, and its gradient is sparse."""
     encoder = load_encoder(encoder_folder)
-    jobs = [job_of("mrpc", each) for each in (encoder, with_more_entries(encoder))]
+    jobs = [job_of("mrpc", variant) for variant in (encoder, with_more_entries(encoder))]
     order = batches.training_order(jobs[0].config, len(jobs[0].examples), 0)
     order[1] = [3] + [-1] * 7  # fewer examples than processes
     one = trained_by(jobs[0], 1, order)
@@ -239,7 +239,7 @@ def test_two_processes_compute_what_one_computes(encoder_folder, job_of):
 
 
 def with_more_entries(encoder):
-    """An encoder with more rows in its token table, which no text uses."""
+    """Returns an encoder with additional rows in its token table that no text uses."""
     state = dict(encoder.state)
     table = encoder.state["embeddings.token"]
     state["embeddings.token"] = torch.cat((table, torch.ones(4096 - len(table), table.shape[1])))
@@ -247,31 +247,33 @@ def with_more_entries(encoder):
 
 
 def trained(job, pack, execution="eager"):
-    """Losses and parameters after a few steps, without dropout."""
+    """Returns losses with norms, and parameters, after a few steps without dropout."""
     work = replace(job.work, config=replace(job.config, execution=execution))
     model = work.model()
     model.load_encoder(job.encoder.state)
     model.initialize_head(0)
     step = FinetuneStep(model.to(job.device), work)
-    found = []
+    losses_and_norms = []
     for number in range(6 if job.device.type == "cpu" else 20):
         chosen = np.random.default_rng(number).permutation(len(job.examples))[: 8 - number % 3]
-        found.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
-    return [[float(x) for x in pair] for pair in found], {name: p.cpu() for name, p in model.named_parameters()}
+        losses_and_norms.append(step(job.training_set.batch(pack(chosen), chosen, "mean", 0), number, 1.0))
+    return [[float(x) for x in pair] for pair in losses_and_norms], {
+        name: p.cpu() for name, p in model.named_parameters()
+    }
 
 
-def assert_trained_alike(found, expected):
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+def assert_trained_alike(actual, expected):
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4)
     for name, parameter in expected[1].items():
-        torch.testing.assert_close(found[1][name], parameter, rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(actual[1][name], parameter, rtol=1e-4, atol=2e-5, msg=name)
 
 
 HEADS = dict.fromkeys(("mrpc", "tagging", "squad1"), "transformers") | {"squad2": "published"}
 
 
 @pytest.mark.parametrize("task", ["mrpc", "squad2", "tagging"])
-def test_batches_of_fixed_shape_train_the_same(job_of, task):
-    """The batches that CUDA graphs replay."""
+def test_static_batches_train_equally(job_of, task):
+    """CUDA graphs replay static batches."""
     job = job_of(task, **{"finetune.head": HEADS[task]})
     size = (job.config.sequence_length, job.config.batch_size)
     packed = trained(job, lambda chosen: batches.pack(job.examples, chosen))
@@ -281,13 +283,13 @@ def test_batches_of_fixed_shape_train_the_same(job_of, task):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("task", HEADS)
-def test_graphs_train_as_eager_steps_do(job_of, task):
+def test_graphs_train_like_eager_steps(job_of, task):
     job = job_of(task, device="cuda", **{"finetune.head": HEADS[task]})
     assert_trained_alike(trained(job, job.pack, "graph"), trained(job, job.pack))
 
 
-class GeneratorsOfTheDevice(TorchDispatchMode):
-    """Fails where a tensor is filled by a generator of another device, which tensors that are not real don't notice."""
+class SameDeviceGenerators(TorchDispatchMode):
+    """Fails if a tensor is filled by a generator of another device, which fake tensors do not detect."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         generator = (kwargs or {}).get("generator")
@@ -296,9 +298,9 @@ class GeneratorsOfTheDevice(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("head", ["published", "transformers"])
-def test_the_first_values_are_the_same_on_every_device(job_of, head):
+def test_head_initialization_is_device_independent(job_of, head):
     model = job_of("mrpc", **{"finetune.head": head}).work.model()
-    with FakeTensorMode(allow_non_fake_inputs=True), GeneratorsOfTheDevice():
+    with FakeTensorMode(allow_non_fake_inputs=True), SameDeviceGenerators():
         for module in model.head.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -306,7 +308,7 @@ def test_the_first_values_are_the_same_on_every_device(job_of, head):
         model.initialize_head(0)
 
 
-def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
+def test_full_disk_keeps_finished_seeds(finetuned, encoder_folder, glue_folder, tmp_path, monkeypatch):
     out = shutil.copytree(finetuned[0], tmp_path / "out")
     shutil.rmtree(out / "mrpc" / "seed-1")
     with monkeypatch.context() as patch:
@@ -314,35 +316,35 @@ def test_a_full_disk_keeps_the_finished_seeds(finetuned, encoder_folder, glue_fo
         full = in_process.run(*command(encoder_folder, glue_folder, out))
     assert full.returncode == 2
     assert len([line for line in full.stderr.splitlines() if "error" in line]) == 1
-    assert "seed-1/checkpoints/step-4: not written" in full.stderr and "run again to resume" in full.stderr
-    kept = json.loads((out / "results.json").read_text())
-    assert kept["sst2"] == finetuned[1]["sst2"] and kept["mrpc"]["runs"] == finetuned[1]["mrpc"]["runs"][:1]
+    assert "seed-1/checkpoints/step-4: cannot be written" in full.stderr and "run again to resume" in full.stderr
+    results = json.loads((out / "results.json").read_text())
+    assert results["sst2"] == finetuned[1]["sst2"] and results["mrpc"]["runs"] == finetuned[1]["mrpc"]["runs"][:1]
     assert not (out / "mrpc" / "seed-1" / "model").exists()
     ef.finetune(encoder_folder, glue=glue_folder, out=out, seeds=2, overrides=QUICK)
     assert model_bytes(out) == model_bytes(finetuned[0])
 
 
-def test_a_labeled_test_is_scored_and_submissions_are_named_as_the_server_takes_them(encoder_folder, tmp_path):
+def test_labeled_test_split_is_scored_and_submission_is_named(encoder_folder, tmp_path):
     data = write_mrpc(tmp_path / "MRPC")
-    shutil.copyfile(data / "dev.tsv", data / "test.tsv")  # MRPC's test file has labels
-    found = ef.finetune(encoder_folder, task="mrpc", glue=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]
-    assert all(run["accuracy"] == run["accuracy_test"] and run["f1"] == run["f1_test"] for run in found["runs"])
+    shutil.copyfile(data / "dev.tsv", data / "test.tsv")  # the test file of MRPC has labels
+    result = ef.finetune(encoder_folder, task="mrpc", glue=data, out=tmp_path / "out", seeds=2, overrides=QUICK)["mrpc"]
+    assert all(run["accuracy"] == run["accuracy_test"] and run["f1"] == run["f1_test"] for run in result["runs"])
     submitted = (tmp_path / "out" / "submission" / "MRPC.tsv").read_text()
-    chosen = min(found["runs"], key=lambda run: abs(run["accuracy"] - found["median"]))["seed"]
+    chosen = min(result["runs"], key=lambda run: abs(run["accuracy"] - result["median"]))["seed"]
     assert submitted == (tmp_path / "out" / "mrpc" / f"seed-{chosen}" / "predictions.test.tsv").read_text()
 
 
 @pytest.mark.parametrize(("recipe", "role", "length"), [("google", None, "24"), ("paper", "generator", "16")])
-def test_a_run_of_ours_starts_a_fine_tuning(whole_run, glue_folder, tmp_path, capfd, recipe, role, length):
-    """It was trained on rows of 16."""
+def test_finetune_starts_from_run(whole_run, glue_folder, tmp_path, capfd, recipe, role, length):
+    """The run was trained on rows of 16 tokens."""
     options = {"recipe": recipe, "role": role, "overrides": QUICK | {"finetune.sequence_length": length}}
-    found = ef.finetune(whole_run, task="mrpc", glue=glue_folder, out=tmp_path, **options)
-    assert 0 <= found["mrpc"]["median"] <= 1
-    said = "training examples are longer than the 16 tokens of the rows that the encoder was trained on"
-    assert (said in capfd.readouterr().err) == (length == "24")
+    results = ef.finetune(whole_run, task="mrpc", glue=glue_folder, out=tmp_path, **options)
+    assert 0 <= results["mrpc"]["median"] <= 1
+    warning = "training examples are longer than the 16 tokens per row of the encoder's pre-training"
+    assert (warning in capfd.readouterr().err) == (length == "24")
 
 
-def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
+def test_absent_classes_are_reported_with_score(encoder_folder, tmp_path):
     rows = [{"text": text, "label": ("bad", "good")[label]} for text, label in sentences(30)]
     files = {
         "train": [*rows[:20], {"text": "code", "label": "rare"}],
@@ -354,17 +356,17 @@ def test_what_own_data_lack_is_said_beside_the_score(encoder_folder, tmp_path):
     flags = [word for name in files for word in (f"--{name}", (tmp_path / name).with_suffix(".jsonl"))]
     start = ("finetune", encoder_folder, "--task", "classification", "--json")
     out = tmp_path / "out"
-    found = in_process.run(*start, "--out", out, *flags, *settings(QUICK))
-    (score,) = [line for line in found.stderr.splitlines() if "seed 0: accuracy" in line]
-    assert score.endswith("; dev has no example of 'rare'; test has no example of 'rare'")
-    result = json.loads(found.stdout)["classification"]
+    run = in_process.run(*start, "--out", out, *flags, *settings(QUICK))
+    (score,) = [line for line in run.stderr.splitlines() if "seed 0: accuracy" in line]
+    assert score.endswith("; dev has no examples of 'rare'; test has no examples of 'rare'")
+    result = json.loads(run.stdout)["classification"]
     assert result["absent_classes"] == {"dev": ["rare"], "test": ["rare"]}
     bad, good = (sum(row["label"] == label for row in files["train"]) for label in ("bad", "good"))
-    assert f"examples per class, train: 'bad' {bad}, 'good' {good}, 'rare' 1" in found.stderr
+    assert f"examples per class, train: 'bad' {bad}, 'good' {good}, 'rare' 1" in run.stderr
     majority = "bad" if bad >= good else "good"
     truth = [row["label"] for row in files["test"]]
     assert result["majority"]["accuracy_test"] == pytest.approx(truth.count(majority) / 15)
     path = out / "classification" / "seed-0" / "predictions.test.jsonl"
     predicted = [json.loads(line)["label"] for line in path.read_text().splitlines()]
-    num_right = sum(one == other for one, other in zip(predicted, truth, strict=True))
+    num_right = sum(prediction == other for prediction, other in zip(predicted, truth, strict=True))
     assert result["runs"][0]["accuracy_test"] == pytest.approx(num_right / 15)

@@ -1,4 +1,4 @@
-"""Tokenized examples, their chunks, order and packing, against the rules written out."""
+"""Tokenized examples, chunks, order and packing, compared with a direct implementation of the rules."""
 
 import collections
 import math
@@ -18,7 +18,7 @@ PUBLISHED = FinetuneSection(order="buffer")
 
 
 def published_truncation(a, b, room):
-    """`_truncate_seq_pair` of the published code."""
+    """Reimplements `_truncate_seq_pair` of the published code."""
     a = list(a)
     b = list(b)
     while len(a) + len(b) > room:
@@ -26,7 +26,7 @@ def published_truncation(a, b, room):
     return a, b
 
 
-def test_pairs_are_truncated_as_in_the_published_code(tiny_vocab):
+def test_pair_truncation_equals_published_code(tiny_vocab):
     tokenizer = ef.Tokenizer(tiny_vocab)
     rng = random.Random(0)
     texts = [tuple(" ".join(["a"] * rng.randrange(0, 20)) for _ in range(2)) for _ in range(300)]
@@ -43,21 +43,21 @@ def test_pairs_are_truncated_as_in_the_published_code(tiny_vocab):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_ids_are_those_of_transformers(tiny_vocab, tmp_path, count):
+def test_ids_equal_transformers(tiny_vocab, tmp_path, count):
     (tmp_path / "vocab.txt").write_text(tiny_vocab.read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     texts = [("The class statement.", "An object, a value"), ("", "Names and strings"), ("é ü", "é")]
     texts = [example[:count] for example in texts]
     encoded = encode(ef.Tokenizer(tiny_vocab), texts, 64)
     for i, example in enumerate(texts):
-        expected = theirs(*example)
+        expected = hf_tokenizer(*example)
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
         assert encoded.ids[place].tolist() == expected["input_ids"]
         assert encoded.token_types[place].tolist() == expected["token_type_ids"]
 
 
-def test_steps_are_those_of_the_published_code():
+def test_number_of_steps_equals_published_code():
     cola = (8_551, 3, 804)
     stsb = (2 * 5_749, 10, 3_600)
     rte = (2_490, 10, 780)
@@ -65,7 +65,7 @@ def test_steps_are_those_of_the_published_code():
         assert num_steps(FinetuneSection(epochs=float(epochs)), examples) == steps
 
 
-def test_every_epoch_is_a_new_order_of_all_examples():
+def test_each_epoch_has_new_order_of_all_examples():
     order = training_order(FinetuneSection(epochs=3.0, batch_size=8), 20, seed=1)
     assert order.shape == (9, 8)
     epochs = order.reshape(3, 24)
@@ -76,8 +76,8 @@ def test_every_epoch_is_a_new_order_of_all_examples():
     assert (order != training_order(FinetuneSection(epochs=3.0, batch_size=8), 20, seed=2)).any()
 
 
-def test_the_published_order_goes_through_a_buffer_of_100():
-    """One order, repeated: no example comes more than 100 places early, and all of the stream's beginning comes out."""
+def test_published_order_uses_shuffle_buffer_of_100():
+    """One order is repeated; each draw comes from the next 100 examples of the stream."""
     count = 1_000
     steps = num_steps(PUBLISHED, 1_000)
     order = training_order(PUBLISHED, count, seed=0).flatten()
@@ -86,18 +86,22 @@ def test_the_published_order_goes_through_a_buffer_of_100():
     assert (order == -1).sum() == pytest.approx(3 * (per_epoch - count), abs=2 * (per_epoch - count))
     counts = collections.Counter(order[order >= 0].tolist())
     assert set(counts.values()) <= {2, 3, 4} and len(counts) == count
-    # The order that the buffer was filled with, from the mean place of each example's first appearance: draws run about
-    # 100 places behind the stream, and epochs overlap, so that an example may come twice within 200 draws.
+    # Draws lag the stream by about 100 positions, and epochs overlap, so an example may occur twice within 200 draws.
     places = collections.defaultdict(list)
     for place, example in enumerate(order.tolist()):
         places[example].append(place)
-    gaps = [b - a for example, found in places.items() if example >= 0 for a, b in zip(found, found[1:], strict=False)]
+    gaps = [
+        b - a
+        for example, positions in places.items()
+        if example >= 0
+        for a, b in zip(positions, positions[1:], strict=False)
+    ]
     assert np.mean(gaps) == pytest.approx(per_epoch, rel=0.02)
-    assert 100 < np.std(gaps) < 180  # two independent waits, each geometric with mean 100: sqrt(2) * 100
+    assert 100 < np.std(gaps) < 180  # two independent geometric waits with mean 100: sqrt(2) * 100
 
 
-def test_a_buffer_never_holds_more_than_its_stream():
-    """With fewer examples than the buffer has places, it holds several copies, as the published code's does."""
+def test_shuffle_buffer_with_few_examples():
+    """With fewer examples than entries, the buffer contains several copies, as in the published code."""
     order = training_order(FinetuneSection(order="buffer", batch_size=4), 5, seed=0)
     assert order.shape == (6, 4) and set(order.flatten().tolist()) <= {-1, 0, 1, 2, 3, 4}
 
@@ -106,12 +110,12 @@ def random_examples(count, seed=0):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, 60, count)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)  # each token names its place
+    ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)  # each token id is its index + 1
     return EncodedExamples(ids, ids % 2, offsets, 0, ())
 
 
 @pytest.mark.parametrize("parts, count", [(1, 32), (2, 32), (3, 2), (1, 0)])
-def test_packed_batches_hold_every_token_once(parts, count):
+def test_packed_batches_have_each_token_once(parts, count):
     encoded = random_examples(50)
     chosen = np.random.default_rng(1).permutation(50)[:count]
     packed = pack(encoded, chosen, parts)
@@ -136,12 +140,12 @@ def test_packed_batches_hold_every_token_once(parts, count):
         assert (owners[padding] == len(part.examples)).all()
         assert part.longest == encoded.lengths[chosen[part.examples]].max()
         assert part.cu_seqlens[-1] == ids.size and (np.diff(part.cu_seqlens) > 0).all()
-        # Rows are equally long up to the shortest example in them.
+        # The lengths of rows differ by less than one example.
         assert padding.sum() <= len(ids) * 60
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_targets_and_weights_follow_their_examples_into_each_part(per_token):
+def test_targets_and_weights_match_packed_examples(per_token):
     encoded = random_examples(20)
     chosen = np.random.default_rng(1).permutation(20)[:8]
     targets = np.arange(len(encoded.ids) if per_token else 20)
@@ -158,7 +162,7 @@ def test_targets_and_weights_follow_their_examples_into_each_part(per_token):
         assert sum(part.weights.sum() for part in parts) == pytest.approx(1)
 
 
-def test_packing_wastes_little():
+def test_packing_has_little_padding():
     encoded = random_examples(640)
     filled = 0
     total = 0
@@ -170,7 +174,7 @@ def test_packing_wastes_little():
 
 
 @pytest.mark.parametrize("length, per_row", [(20, 3), (70, 2), (400, 1)])
-def test_long_examples_that_are_alike_have_rows_of_their_own(length, per_row):
+def test_long_examples_of_equal_length_have_separate_rows(length, per_row):
     offsets = np.arange(13) * length
     ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)
     encoded = EncodedExamples(ids, np.zeros_like(ids), offsets, 0, ())
@@ -180,7 +184,7 @@ def test_long_examples_that_are_alike_have_rows_of_their_own(length, per_row):
 
 
 @pytest.mark.parametrize("length, has_one_row", [(31, False), (32, True), (512, True), (513, False)])
-def test_one_row_holds_all_but_short_and_very_long_examples(length, has_one_row):
+def test_one_row_unless_examples_are_short_or_very_long(length, has_one_row):
     ids = np.zeros(16 * length, np.int32)
     encoded = EncodedExamples(ids, ids, np.arange(17) * length, 0, ())
     parts = pack(encoded, np.arange(16), 2, in_one_row=True)
@@ -203,7 +207,7 @@ def test_static_batches_have_few_shapes_and_every_token():
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_static_batches_fill_up_with_nothing(count):
+def test_static_batches_are_padded_with_empty_examples(count):
     encoded = random_examples(10)
     part = pack_static(encoded, np.arange(count), 64, 8)
     assert part.examples.tolist().count(-1) == 8 - count == 8 - len(part.examples[part.examples >= 0])
@@ -214,7 +218,7 @@ def test_static_batches_fill_up_with_nothing(count):
 
 
 @pytest.mark.parametrize("room, strides", [(1, [1, 2]), (4, range(1, 6)), (13, range(1, 15)), (381, [64, 128, 200])])
-def test_chunks_of_all_sizes_as_published(room, strides):
+def test_chunks_equal_published_code(room, strides):
     for stride in strides:
         for num_tokens in [*range(3 * room if room < 100 else 0), 2 * room, 3 * room + 7, 5 * room - 1]:
             spans = chunk_spans(num_tokens, room, stride)

@@ -1,4 +1,4 @@
-"""The recipes' values, against the draft's table 6 and the published code."""
+"""Settings of the recipes, compared with table 6 of the paper's draft and the published code."""
 
 import itertools
 from dataclasses import replace
@@ -29,8 +29,8 @@ def names_of(shape):
         return [name for name, _ in work.model().named_parameters()]
 
 
-def test_google_rates_by_depth():
-    """Derivation in `lr_factors`: d ** (n + 2 - depth), embeddings at 0, layer i at i + 1, the head at n + 2."""
+def test_google_learning_rates_by_depth():
+    """`lr_factors` is d ** (n + 2 - depth), with embeddings at depth 0, layer i at i + 1, and the head at n + 2."""
     factors = lr_factors(names_of(SMALL), 12, FinetuneSection(layer_decay=0.8, layer_decay_form="squared"))
     assert factors["embeddings.token"] == factors["encoder.projection.weight"] == pytest.approx(0.044, abs=5e-4)
     assert factors["embeddings.norm.bias"] == factors["embeddings.token"]
@@ -42,8 +42,8 @@ def test_google_rates_by_depth():
     assert list(large.values()) == pytest.approx([0.0646, 0.81], rel=1e-3)
 
 
-def test_paper_rates_have_no_leftover_depth():
-    """A modern encoder's norms have the depth of what they norm."""
+def test_paper_learning_rates_have_no_leftover_depth():
+    """The norms of a modern encoder have the depth of their input."""
     shape = Config.preset("small", "modern").override({"model.vocab_size": 100}).model
     factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
     assert factors["encoder.input_norm.weight"] == factors["embeddings.token"] == 0.5**13
@@ -51,8 +51,8 @@ def test_paper_rates_have_no_leftover_depth():
     assert factors["head.classifier.bias"] == 1
 
 
-def test_deberta_has_the_rates_of_its_published_code():
-    """What all layers read has the depth of embeddings, where there is decay."""
+def test_deberta_learning_rates_equal_published_code():
+    """Parameters that all layers read have the depth of the embeddings."""
     shape = Config.preset("base", "deberta").override({"vocab_size": 100, "model.conv_kernel_size": 3}).model
     factors = lr_factors(names_of(shape), 12, FinetuneSection(layer_decay=0.5))
     bottom = {name for name, factor in factors.items() if factor == factors["embeddings.token"] == 0.5**13}
@@ -63,7 +63,7 @@ def test_deberta_has_the_rates_of_its_published_code():
     assert_settings("google", "mnli", shape, {"learning_rate": 1e-4, "layer_decay": 0.8})
 
 
-def test_product_schedule_of_the_published_code():
+def test_product_schedule_equals_published_code():
     config = FinetuneSection(schedule="product", warmup_fraction=0.1)
     total = 804
     scales = [lr_scale(config, t, total) for t in range(total)]
@@ -103,7 +103,7 @@ def test_published_recipes(recipe, small, settings):
         assert_settings(recipe, task, SMALL, {"both_orders": both_orders and recipe == "google"})
 
 
-def test_fast_has_the_encoders_dropout():
+def test_fast_uses_dropout_of_encoder():
     widths = {64: 1e-3, 128: 1e-3, 256: 3e-4, 384: 3e-4, 512: 1e-4}
     by_width = ((replace(SMALL, hidden_size=width), rate) for width, rate in widths.items())
     for shape, rate in (*by_width, (BASE, 1e-4), (LARGE, 5e-5)):
@@ -134,8 +134,8 @@ def test_fast_has_the_encoders_dropout():
         (100, 2, {"finetune.evals_per_epoch": "4"}, 75, 4, 256),
     ],
 )
-def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, evals_per_epoch, width):
-    """300 steps, and 20 per class, or 60 for narrow encoders, in at most 30 epochs."""
+def test_fast_has_minimum_number_of_steps(num_examples, num_classes, overrides, epochs, evals_per_epoch, width):
+    """At least 300 steps, and 20 per class (60 for narrow encoders) in at most 30 epochs."""
     shape = replace(SMALL, hidden_size=width)
     fast, paper = (
         recipe_config(recipe, "sst2", shape, overrides, None, num_examples, num_classes).finetune
@@ -146,7 +146,7 @@ def test_fast_takes_enough_steps(num_examples, num_classes, overrides, epochs, e
 
 
 def default_configs(recipe):
-    """The configurations of every task and several encoders, on few examples, some, and many."""
+    """Yields configurations for all tasks, several encoders, and different numbers of examples."""
     dropout = {"dropout": 0.0, "attention_dropout": 0.2}
     shapes = [replace(SMALL, hidden_size=width, **dropout) for width in (64, 256, 384)] + [BASE, LARGE]
     shapes += [replace(shape, architecture="deberta") for shape in (BASE, LARGE)]
@@ -157,26 +157,26 @@ def default_configs(recipe):
 
 
 @pytest.mark.parametrize("recipe", RULES)
-def test_the_shown_defaults_are_those_of_runs(recipe):
-    """A value that runs may differ in is shown as a rule, and a rule has the values that it gives."""
-    found = {}
-    own = FinetuningConfig().override(RECIPES[recipe])
+def test_documented_defaults_equal_recipes(recipe):
+    """Defaults that differ between runs are documented by a rule that contains all their values."""
+    values_by_key = {}
+    recipe_defaults = FinetuningConfig().override(RECIPES[recipe])
     for config, name in itertools.product(default_configs(recipe), FinetuningConfig.key_names()):
-        found.setdefault(name.partition(".")[2], set()).add(format_value(config.value(name)))
+        values_by_key.setdefault(name.partition(".")[2], set()).add(format_value(config.value(name)))
     rules = RULES[recipe]
-    assert {name for name, values in found.items() if len(values) > 1} == rules.keys()
-    for name, values in found.items():
+    assert {name for name, values in values_by_key.items() if len(values) > 1} == rules.keys()
+    for name, values in values_by_key.items():
         if name not in rules:
-            assert values == {format_value(own.value(f"finetune.{name}"))}
+            assert values == {format_value(recipe_defaults.value(f"finetune.{name}"))}
         elif rules[name] != "the encoder's" and not name.startswith(("epochs", "evals")):
-            assert all(each.removesuffix(".0") in rules[name] for each in map(shown, values)), (name, values)
+            assert all(value.removesuffix(".0") in rules[name] for value in map(shown, values)), (name, values)
 
 
 def shown(value):
     return f"{float(value):g}" if value[0].isdigit() else value
 
 
-def test_only_fast_weights_rare_classes_and_every_key_can_be_overridden():
+def test_only_fast_weights_classes_and_keys_can_be_overridden():
     weights = {("fast", "classification"): "auto", ("fast", "sst2"): "none", ("paper", "classification"): "none"}
     for (recipe, task), expected in weights.items():
         assert_settings(recipe, task, SMALL, {"class_weights": expected})

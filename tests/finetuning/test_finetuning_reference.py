@@ -1,6 +1,6 @@
 """Fine-tuning equals an independent implementation.
 
-The encoder is that of `transformers`, the heads are written out in torch, and so are the recipes (`recipe_reference`).
+The encoder is from `transformers`; heads and recipes (`recipe_reference`) are reimplemented in torch.
 """
 
 import json
@@ -30,23 +30,25 @@ READING = OVERRIDES | {"finetune.sequence_length": "48", "finetune.max_query_len
 
 
 class Reference(torch.nn.Module):
-    """An encoder of `transformers`, and the first values of our own head."""
+    """An encoder of `transformers` with the initial values of our head."""
 
     def __init__(self, folder, kind, config, num_outputs):
         super().__init__()
         self.encoder = transformers.AutoModel.from_pretrained(folder).eval()
-        ours = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
-        ours.initialize_head(0)
-        own = dict(ours.head.named_parameters())
-        self.head = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in own.items()})
+        network = TASK_TYPES[kind].model(load_encoder(folder).shape, config, num_outputs)
+        network.initialize_head(0)
+        parameters = dict(network.head.named_parameters())
+        self.head = torch.nn.ParameterDict(
+            {name.replace(".", "_"): p.detach().clone() for name, p in parameters.items()}
+        )
 
     def hidden(self, ids, types):
-        """[tokens, D] of one example, without padding."""
+        """Returns hidden states of one example, without padding; [tokens, D]."""
         inputs = {"input_ids": torch.tensor(ids)[None].long(), "token_type_ids": torch.tensor(types)[None].long()}
         return self.encoder(**inputs).last_hidden_state[0]
 
     def outputs(self, ids, types=None):
-        """Hidden states through the layers that heads of one or two layers have."""
+        """Returns the outputs of a head with one or two layers."""
         x = self.hidden(ids, np.zeros(len(ids), int) if types is None else types)
         p = self.parameters_of_head()
         if "dense.weight" in p:
@@ -58,7 +60,7 @@ class Reference(torch.nn.Module):
 
 
 def read_pairs(path):
-    """Pairs of texts, and their labels or scores."""
+    """Returns pairs of texts, and their labels or scores."""
     header, *lines = [line.split("\t") for line in path.read_text().splitlines()]
     columns = ("#1 String", "#2 String", "Quality") if "Quality" in header else ("sentence1", "sentence2", "score")
     rows = [tuple(line[header.index(name)] for name in columns) for line in lines]
@@ -66,7 +68,7 @@ def read_pairs(path):
 
 
 def pair_ids(tokenizer, pair, max_length=24):
-    """[CLS] a [SEP] b [SEP]; the longer text loses its last token until both fit, at a tie the second."""
+    """Returns ids and token types of [CLS] a [SEP] b [SEP]; truncates the longer text (if equal, the second)."""
     a, b = (tokenizer.encode(text, add_special_tokens=False) for text in pair)
     while len(a) + len(b) > max_length - 3:
         (a if len(a) > len(b) else b).pop()
@@ -85,15 +87,15 @@ def pair_ids(tokenizer, pair, max_length=24):
         pytest.param("stsb", "google", "1", "deberta", marks=pytest.mark.slow),
     ],
 )
-def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, tiny_vocab, task, recipe, epochs, architecture):
-    """Two steps (the first of `google` has rate 0), or an epoch: the trained models give equal outputs."""
+def test_training_on_pairs_equals_reference(tmp_path, tiny_vocab, task, recipe, epochs, architecture):
+    """After two steps (the first of `google` has learning rate 0) or an epoch, the outputs are equal."""
     encoder_folder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
     is_value = task == "stsb"
     data = (write_stsb if is_value else write_mrpc)(tmp_path / task)
     overrides = OVERRIDES | {"finetune.epochs": epochs}
     ef.finetune(encoder_folder, task=task, glue=data, out=tmp_path / "out", recipe=recipe, overrides=overrides)
     exported = tmp_path / "out" / task / "seed-0" / "model"
-    ours = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    trained_model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
 
     config = recipe_config(recipe, task, load_encoder(encoder_folder).shape, overrides).finetune
     kind, scale = ("regression", 5) if is_value else ("classification", 1)
@@ -120,12 +122,12 @@ def test_pairs_are_trained_as_the_recipe_is_written_out(tmp_path, tiny_vocab, ta
     for pair in read_pairs(data / "dev.tsv")[0]:
         ids, types = pair_ids(tokenizer, pair)
         with torch.no_grad():
-            found = ours(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
-            torch.testing.assert_close(found, model.outputs(ids, types)[0] * scale, rtol=1e-5, atol=1e-5)
+            logits = trained_model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
+            torch.testing.assert_close(logits, model.outputs(ids, types)[0] * scale, rtol=1e-5, atol=1e-5)
 
 
 def reading_losses(model, encoded, targets, head):
-    """The loss of one chunk, by its number."""
+    """Returns a function from a chunk's index to its loss."""
 
     def loss_of(i):
         place = slice(encoded.offsets[i], encoded.offsets[i + 1])
@@ -146,7 +148,7 @@ def reading_losses(model, encoded, targets, head):
 @pytest.mark.parametrize(
     ("recipe", "version"), [("paper", 1), ("google", 2), pytest.param("fast", 2, marks=pytest.mark.slow)]
 )
-def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe, version):
+def test_epoch_of_squad_equals_reference(tmp_path, encoder_folder, recipe, version):
     data = write_squad(tmp_path / "squad", version)
     name = f"squad{version}"
     ef.finetune(encoder_folder, task=name, squad=data, out=tmp_path / "out", recipe=recipe, overrides=READING)
@@ -172,20 +174,22 @@ def test_an_epoch_of_squad_equals_the_recipe_written_out(tmp_path, encoder_folde
     recipe_reference.train(model, batch_loss, order, recipe, config.learning_rate)
     stored = load_file(folder / "model.safetensors")
     prefix = "qa_outputs." if config.head == "transformers" else "head."
-    for key, wanted in model.parameters_of_head().items():
+    for key, expected in model.parameters_of_head().items():
         if key in ("classifier.bias", "start.bias", "end.bias"):
-            continue  # it shifts all logits of a softmax: its gradient is rounding alone, which Adam amplifies
-        theirs = stored[prefix + key.removeprefix("classifier.") if config.head == "transformers" else prefix + key]
-        torch.testing.assert_close(theirs, wanted, rtol=1e-5, atol=1e-5, msg=key)
-        assert (wanted - before[key.replace(".", "_")]).abs().max() > 1e-5
-    for key, wanted in model.encoder.state_dict().items():
+            continue  # shifts all logits: the gradient is only rounding errors, which Adam amplifies
+        trained_tensor = stored[
+            prefix + key.removeprefix("classifier.") if config.head == "transformers" else prefix + key
+        ]
+        torch.testing.assert_close(trained_tensor, expected, rtol=1e-5, atol=1e-5, msg=key)
+        assert (expected - before[key.replace(".", "_")]).abs().max() > 1e-5
+    for key, expected in model.encoder.state_dict().items():
         if f"electra.{key}" in stored:
-            torch.testing.assert_close(stored[f"electra.{key}"], wanted, rtol=1e-5, atol=1e-5, msg=key)
+            torch.testing.assert_close(stored[f"electra.{key}"], expected, rtol=1e-5, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("recipe", ["google", pytest.param("fast", marks=pytest.mark.slow)])
-def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_folder, recipe):
-    """Short sentences, so that a sentence is a chunk; labels at the first piece of each word."""
+def test_epoch_of_tagging_equals_reference(tmp_path, encoder_folder, recipe):
+    """Sentences are short enough for one chunk; labels are at the first piece of each word."""
     data = write_conll(tmp_path / "data", words=(3, 8))
     arguments = {"train": data / "train.conll", "dev": data / "dev.conll"}
     ef.finetune(encoder_folder, task="tagging", out=tmp_path / "out", recipe=recipe, overrides=READING, **arguments)
@@ -210,27 +214,29 @@ def test_an_epoch_of_tagging_equals_the_recipe_written_out(tmp_path, encoder_fol
         return torch.cat(losses).sum() if recipe == "google" else torch.cat(losses).mean()
 
     recipe_reference.train(model, batch_loss, training_order(config, 24, seed=0), recipe, config.learning_rate)
-    ours = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    trained_model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
     for ids, _, _ in rows:
         with torch.no_grad():
-            torch.testing.assert_close(ours(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                trained_model(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5
+            )
 
 
-def test_the_exported_reader_has_the_logits_of_transformers(tmp_path, encoder_folder):
+def test_question_answers_equal_transformers(tmp_path, encoder_folder):
     data = write_squad(tmp_path / "squad")
     ef.finetune(encoder_folder, task="squad1", squad=data, out=tmp_path / "out", overrides=READING)
     folder = tmp_path / "out" / "squad1" / "seed-0" / "model"
-    theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
+    hf_model = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reader = ef.load(folder)
     question = "Which class"
     context = "The class of a value, and the name of an object."
     inputs = tokenizer(question, context, return_tensors="pt")
     with torch.no_grad():
-        found = theirs(**inputs)
+        outputs = hf_model(**inputs)
     (answer,) = reader.predict([(question, context)], n_best=5)
-    start = found.start_logits[0]
-    end = found.end_logits[0]
+    start = outputs.start_logits[0]
+    end = outputs.end_logits[0]
     allowed = [i for i, part in enumerate(inputs.sequence_ids(0)) if part == 1]
     best = max((float(start[i] + end[j]), i, j) for i in allowed for j in allowed if i <= j < i + 30)
     offsets = tokenizer(question, context, return_offsets_mapping=True)["offset_mapping"]

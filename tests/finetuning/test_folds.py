@@ -139,7 +139,7 @@ def test_cross_validation_reports_folds_and_resumes(files, encoder_folder, tmp_p
     assert {path.name for path in folder.iterdir()} == {"report.md", "report.json", *pictures, *folds}
     with pytest.raises(InputError, match="other files; choose another folder"):
         ef.finetune(encoder_folder, task="classification", train=path, out=out, overrides=QUICK)
-    with pytest.raises(InputError, match="fold-0: was made with other examples of train"):
+    with pytest.raises(InputError, match="fold-0: was trained with other examples of train"):
         ef.finetune(encoder_folder, task="classification", train=path, out=out, folds=4, overrides=QUICK)
 
 
@@ -148,13 +148,13 @@ def test_cross_validation_reports_folds_and_resumes(files, encoder_folder, tmp_p
     [
         ({"folds": 1}, "folds = 1: must be at least 2"),
         ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),
-        ({"folds": 2, "dev": "dev.jsonl"}, "leave --dev and --dev-fraction out"),
+        ({"folds": 2, "dev": "dev.jsonl"}, "remove --dev and --dev-fraction"),
         ({"folds": 2, "dev_fraction": 0.3}, "--dev-fraction"),
         ({"folds": 2, "group": "patient"}, r"no column 'patient'; available columns: .*text.*; choose with --group"),
         ({"folds": 5, "group": "label"}, "--group makes 4 groups of rows, too few for 5 parts"),
-        ({"dev": "dev.jsonl", "group": "label"}, "leave it out with --dev"),
-        ({"task": "mrpc", "glue": ".", "folds": 2}, "--folds is for --train with --task classification, regression"),
-        ({"task": "squad2", "squad": ".", "folds": 2}, "--folds is for --train with --task classification, regress"),
+        ({"dev": "dev.jsonl", "group": "label"}, "which --dev replaces"),
+        ({"task": "mrpc", "glue": ".", "folds": 2}, "--folds: is for --train with --task classification, regression"),
+        ({"task": "squad2", "squad": ".", "folds": 2}, "--folds: is for --train with --task classification, regress"),
         ({"task": "question-answering", "folds": 12}, "too few examples or contexts for 12 folds"),
     ],
 )

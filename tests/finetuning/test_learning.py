@@ -1,4 +1,4 @@
-"""Every type of task is learned from every kind of encoder, however its tokenizer marks the second text."""
+"""Each task type is learned with each kind of encoder and its way of joining pairs."""
 
 import random
 
@@ -28,13 +28,13 @@ SETTINGS = {"learning_rate": 5e-3, "batch_size": 16, "epochs": 8, "sequence_leng
 SETTINGS |= {"layer_decay": 1.0, "class_weights": "none", "precision": "fp32", "matmul": "default"}
 WORDS = ["the", "a", "new", "in", "and"]
 
-# Task types that read the rows of several tasks.
+# Task types whose names differ from the keys of `rows`.
 NAMES = {"pairs": "classification", "multi-label": "classification", "questions": "question-answering"}
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """A function that gives the folder of a random encoder of a kind, with its tokenizer."""
+    """Returns a function that writes a random encoder of a kind with its tokenizer."""
 
     def encoder(kind):
         folder = tmp_path_factory.mktemp("encoder")
@@ -49,7 +49,7 @@ def encoder(tmp_path_factory):
 
 
 def rows(task, count, seed):
-    """Examples that a bag of words or a single word decides; "sit" and "cat" are the words that matter."""
+    """Yields examples whose labels depend only on the words "sit" and "cat"."""
     rng = random.Random(seed)
     for _ in range(count):
         words = rng.choices(WORDS, k=7)
@@ -65,7 +65,7 @@ def rows(task, count, seed):
             "multi-label": {"text": text, "label": ["s"] * has_sit + ["c"] * has_cat},
             "regression": {"text": text, "label": 1.7e9 + 1e4 * has_sit},
             "tagging": {"tokens": words, "tags": [{"sit": "B-S", "cat": "B-C"}.get(word, "O") for word in words]},
-            # The question has the answer's word too, and must not be the answer.
+            # The question contains the answer too, but an answer must come from the context.
             "questions": {"question": "the cat in", "context": text, "answers": ["cat"] * has_cat},
         }[task]
 
@@ -88,15 +88,15 @@ SLOW = [
 @pytest.mark.parametrize(
     ("task", "kind", "recipe", "metric"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_a_task_is_learned_from_an_encoder(encoder, write_rows, tmp_path, task, kind, recipe, metric):
+def test_task_is_learned(encoder, write_rows, tmp_path, task, kind, recipe, metric):
     sizes = {"train": 256, "dev": 64}
     files = {name: write_rows([*rows(task, size, size)], f"{name}.jsonl") for name, size in sizes.items()}
     name = NAMES.get(task, task)
     settings = {f"finetune.{key}": value for key, value in SETTINGS.items()}
     out = tmp_path / "out"
-    found = ef.finetune(encoder(kind), task=name, out=out, **files, recipe=recipe, overrides=settings)
-    scores = found[name]["medians"]
+    results = ef.finetune(encoder(kind), task=name, out=out, **files, recipe=recipe, overrides=settings)
+    scores = results[name]["medians"]
     assert scores[metric] > 0.95
-    *_, last = (each["loss"] for each in read_records(out / name / "seed-0/metrics.jsonl") if "loss" in each)
-    assert last < (SETTINGS["batch_size"] if recipe == "google" else 1)  # which sums over the batch
-    assert abs(scores.get("null_threshold", 0)) < 500  # odds, not the offset of tokens that are no answer
+    *_, last = (record["loss"] for record in read_records(out / name / "seed-0/metrics.jsonl") if "loss" in record)
+    assert last < (SETTINGS["batch_size"] if recipe == "google" else 1)  # `google` sums over the batch
+    assert abs(scores.get("null_threshold", 0)) < 500  # odds, not the offset of masked tokens

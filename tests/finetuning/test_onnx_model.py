@@ -1,4 +1,4 @@
-"""Fine-tuned models in ONNX: the answers are those of the same outputs in torch, and torch is not needed."""
+"""Fine-tuned models in ONNX give the same answers as in torch, without importing torch."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def text(random, length):
 
 
 def examples(kind, num_texts):
-    """Texts of no token to more than the model reads, or pairs of them."""
+    """Returns texts, or pairs, from empty to longer than the model reads."""
     random = np.random.default_rng(0)
     lengths = [0, 1, 2, 5, 5, 9, 20, 44, 100] * 3
     if kind == "question-answering":
@@ -50,25 +50,25 @@ def examples(kind, num_texts):
 
 
 def write_folder(encoder, folder, kind, num_texts, head="transformers"):
-    """A fine-tuned folder with random weights, in torch."""
+    """Writes a fine-tuned folder with random weights."""
     labels, settings = KINDS[kind]
-    found = load_encoder(encoder)
+    pretrained = load_encoder(encoder)
     task_type = TASK_TYPES[kind]
-    model = task_type.model(found.shape, FinetuneSection(head=head), len(labels))
-    model.load_encoder(found.state)
+    model = task_type.model(pretrained.shape, FinetuneSection(head=head), len(labels))
+    model.load_encoder(pretrained.state)
     model.initialize_head(0)
     with torch.no_grad():
         for parameter in model.head.parameters():
             parameter.mul_(10)
     folder.mkdir()
-    copy_tokenizer(found.tokenizer, folder, INPUT_NAMES[found.shape.architecture])
-    described = Finetuned(found.shape, head, kind, labels, LENGTH, num_texts, model.state_dict(), settings)
+    copy_tokenizer(pretrained.tokenizer, folder, INPUT_NAMES[pretrained.shape.architecture])
+    described = Finetuned(pretrained.shape, head, kind, labels, LENGTH, num_texts, model.state_dict(), settings)
     write_finetuned(folder, described, special_ids(folder), 0.0)
     return folder
 
 
 def onnx_folder(folder, target, precision="fp32"):
-    """The folder without its weights, where a model.onnx belongs."""
+    """Copies a folder without its weights, to add a model.onnx."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("model.safetensors"))
     return with_keys(target, **{ONNX_KEY: {"precision": precision}})
 
@@ -80,14 +80,14 @@ def with_keys(folder, **keys):
 
 
 def tables(kind, vocab_size):
-    """Values of tokens and of token types, [V, C] and [2, C]."""
+    """Returns values of tokens and of token types, [V, C] and [2, C]."""
     random = np.random.default_rng(1)
     size = len(KINDS[kind][0])
     return [random.normal(0, 2, shape).astype(np.float32) for shape in ((vocab_size, size), (2, size))]
 
 
 def write_lookup(path, kind, vocab_size, names=("input_ids", "token_type_ids", "attention_mask"), outputs=None):
-    """A model whose logits of a token are the sum of both `tables`, and those of an example the sum over its tokens."""
+    """Writes a graph: logits per token are the sum of both `tables`, and logits per example the sum over its tokens."""
     tokens, types = tables(kind, vocab_size)
     per_token = TASK_TYPES[kind].onnx_outputs if outputs is None else outputs
     nodes = [("Gather", ["tokens", "input_ids"], ["a"]), ("Gather", ["types", "token_type_ids"], ["b"])]
@@ -128,7 +128,7 @@ def _last(kind, rank):
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """Makes networks in torch compute what `write_lookup` does."""
+    """Returns a function that makes networks in torch compute the same as `write_lookup`."""
 
     def look_up(kind, vocab_size):
         tokens, types = map(torch.from_numpy, tables(kind, vocab_size))
@@ -145,35 +145,35 @@ def looked_up(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folders(encoder_folder, tmp_path_factory):
-    """A function that returns a task's folder in torch, and that of a `write_lookup` with the same files."""
+    """Returns a function that returns a task's folder for torch, and a folder with a `write_lookup` graph."""
     base = tmp_path_factory.mktemp("folders")
-    made = {}
+    written = {}
 
     def folders(kind, num_texts=1):
-        if (kind, num_texts) not in made:
+        if (kind, num_texts) not in written:
             folder = write_folder(encoder_folder, base / f"{kind}-{num_texts}", kind, num_texts)
             target = onnx_folder(folder, base / f"{kind}-{num_texts}-onnx")
             write_lookup(target / "model.onnx", kind, load_encoder(encoder_folder).shape.vocab_size)
-            made[kind, num_texts] = folder, target
-        return made[kind, num_texts]
+            written[kind, num_texts] = folder, target
+        return written[kind, num_texts]
 
     return folders
 
 
-def assert_same_answers(found, expected, tolerance=1e-4):
-    """Equal keys, texts and labels; numbers within the tolerance."""
+def assert_same_answers(actual, expected, tolerance=1e-4):
+    """Asserts equal keys, texts and labels, and numbers within the tolerance."""
     if isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance)
+        assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            assert_same_answers(found[name], value, tolerance)
+            assert_same_answers(actual[name], value, tolerance)
     elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for pair in zip(found, expected, strict=True):
+        assert len(actual) == len(expected)
+        for pair in zip(actual, expected, strict=True):
             assert_same_answers(*pair, tolerance)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 CASES = [(kind, 1) for kind in KINDS if kind != "question-answering"]
@@ -181,14 +181,18 @@ CASES += [(kind, 2) for kind in ("classification", "multi-label", "regression", 
 
 
 @pytest.mark.parametrize("kind, num_texts", [case for case in CASES if case[0] != "regression"])
-def test_answers_are_those_of_torch_for_the_same_logits(folders, looked_up, monkeypatch, kind, num_texts):
-    """Texts are truncated or cut into chunks, batched, padded and put back in order, whatever the batches are."""
+def test_answers_equal_torch_for_same_logits(folders, looked_up, monkeypatch, kind, num_texts):
+    """For any batch size, texts are truncated or split into chunks, batched, padded and put back in order."""
     folder, target = folders(kind, num_texts)
     texts = examples(kind, num_texts)
     model = ef.load(folder, precision="fp32")
     looked_up(kind, model._shape.vocab_size)
     expected = model.predict(texts)
-    for tokens, threads in ((1, 1), (64, 2), (4096, 64)):  # each batch in turn, several at once, fewer than threads
+    for tokens, threads in (
+        (1, 1),
+        (64, 2),
+        (4096, 64),
+    ):  # sequential batches, parallel batches, fewer batches than threads
         monkeypatch.setattr(onnx_model, "BATCH_TOKENS", tokens)
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         assert_same_answers(ef.load(target).predict(texts), expected)
@@ -197,7 +201,7 @@ def test_answers_are_those_of_torch_for_the_same_logits(folders, looked_up, monk
 
 
 @pytest.mark.parametrize("num_texts", [1, 2])
-def test_values_are_in_the_units_of_the_data(folders, num_texts):
+def test_values_are_in_data_units(folders, num_texts):
     _, target = folders("regression", num_texts)
     model = ef.load(target)
     texts = examples("regression", num_texts)
@@ -209,7 +213,7 @@ def test_values_are_in_the_units_of_the_data(folders, num_texts):
 
 
 def exported(folder, target, names, outputs):
-    """The class in `transformers` as a graph, by torch's exporter."""
+    """Exports the class of `transformers` with torch's exporter."""
 
     class Graph(torch.nn.Module):
         def __init__(self):
@@ -219,8 +223,8 @@ def exported(folder, target, names, outputs):
             self.model = network.from_pretrained(folder, attn_implementation="eager")
 
         def forward(self, *inputs):
-            found = self.model(**dict(zip(names, inputs, strict=True)))
-            return tuple(found[name] for name in outputs)
+            result = self.model(**dict(zip(names, inputs, strict=True)))
+            return tuple(result[name] for name in outputs)
 
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=64)}
     inputs = tuple(torch.ones(2, 16, dtype=torch.int64) for _ in names)
@@ -233,7 +237,7 @@ def exported(folder, target, names, outputs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("architecture", ["bert", "modernbert", "deberta"])
 @pytest.mark.parametrize("kind, num_texts", CASES)
-def test_answers_of_exported_networks_are_those_of_torch(tiny_vocab, tmp_path, kind, num_texts, architecture):
+def test_exported_networks_equal_torch(tiny_vocab, tmp_path, kind, num_texts, architecture):
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab, architecture)
     folder = write_folder(encoder, tmp_path / "model", kind, num_texts)
     target = onnx_folder(folder, tmp_path / "onnx")
@@ -242,7 +246,7 @@ def test_answers_of_exported_networks_are_those_of_torch(tiny_vocab, tmp_path, k
     assert_same_answers(ef.load(target).predict(texts), ef.load(folder, precision="fp32").predict(texts))
 
 
-def test_evaluation_is_that_of_the_answers(folders, write_rows):
+def test_evaluation_scores_answers(folders, write_rows):
     _, target = folders("classification")
     texts = examples("classification", 1)[1:]
     answers = ef.load(target).predict(texts)
@@ -253,39 +257,39 @@ def test_evaluation_is_that_of_the_answers(folders, write_rows):
     assert report["scores"]["accuracy"]["model"] == pytest.approx(accuracy)
 
 
-def test_a_model_in_onnx_says_what_it_is(folders):
+def test_repr_of_onnx_model(folders):
     _, target = folders("classification")
     model = ef.load(target, device="cpu", precision="fp32")
     assert repr(model) == "OnnxModel: classification, 3 labels: neg, pos, neu, fp32 in onnxruntime on cpu"
     assert model.predict([]) == [] and model.note == ""
-    with pytest.raises(InputError, match="encode needs the weights"):
+    with pytest.raises(InputError, match="encode: not supported by an ONNX model"):
         model.encode(["a text"])
 
 
-def test_bytes_on_a_processor_without_their_products(folders, tmp_path, monkeypatch):
-    """The model works, and a line says that it is slow."""
+def test_int8_on_processor_without_int8_instructions(folders, tmp_path, monkeypatch):
+    """The model works, and a note reports that it is slow."""
     for flags in ("flags\t\t: fpu avx2 avx512f", "Features\t: fp asimd", "flags: avx_vnni", "Features: i8mm", ""):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
         has_them = onnx_model.has_byte_products(tmp_path / "cpuinfo")
         assert has_them == (flags == "" or flags.endswith(("avx_vnni", "i8mm")))
-    assert onnx_model.has_byte_products(tmp_path / "nowhere")  # a system without it
+    assert onnx_model.has_byte_products(tmp_path / "nowhere")  # a system without /proc/cpuinfo
     target = onnx_folder(folders("classification")[1], tmp_path / "int8", "int8")
     (tmp_path / "a.txt").write_text("a text\n")
     for has_them in (True, False):
         monkeypatch.setattr(onnx_model, "has_byte_products", lambda: has_them)  # noqa: B023
         done = in_process.run("predict", target, tmp_path / "a.txt")
         assert done.returncode == 0 and json.loads(done.stdout)["label"]
-        assert ("products of bytes" in done.stderr) != has_them
+        assert ("lacks int8 instructions" in done.stderr) != has_them
 
 
-def test_threads_are_those_of_torch(monkeypatch):
+def test_number_of_threads_equals_torch(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
     assert onnx_model.num_threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert onnx_model.num_threads() >= 1
 
 
-def test_what_cannot_be_used_is_refused_in_one_line(folders, tmp_path, monkeypatch):
+def test_unusable_models_are_refused_in_one_line(folders, tmp_path, monkeypatch):
     folder, good = folders("classification")
     vocab_size = ef.load(good).tokenizer.vocab_size
     (tmp_path / "a.txt").write_text("a text\n")
@@ -297,9 +301,9 @@ def test_what_cannot_be_used_is_refused_in_one_line(folders, tmp_path, monkeypat
     def copy(name, kind="classification"):
         return shutil.copytree(folders(kind)[1], tmp_path / name)
 
-    refused("computes on the CPU; leave it out, or name the folder with the weights", good, "--device", "cuda")
-    refused("this model in ONNX computes in fp32; leave it out", good, "--precision", "bf16")
-    refused("precision of fp32 or int8", with_keys(copy("precision"), **{ONNX_KEY: {"precision": "fp4"}}))
+    refused("device = 'cuda': must be cpu for an ONNX model; remove the option", good, "--device", "cuda")
+    refused("must be fp32 for this ONNX model; remove the option", good, "--precision", "bf16")
+    refused("must have the precision fp32 or int8", with_keys(copy("precision"), **{ONNX_KEY: {"precision": "fp4"}}))
     refused("config.json has 2 labels", with_keys(copy("labels"), id2label={"0": "neg", "1": "pos"}))
     refused("scale = 0: must be", with_keys(copy("scale", "regression"), electra_fast_settings={"scale": 0}))
     (bare := copy("bare") / "config.json").unlink()
@@ -307,13 +311,13 @@ def test_what_cannot_be_used_is_refused_in_one_line(folders, tmp_path, monkeypat
     (graphless := copy("graphless") / "model.onnx").unlink()
     refused("model.onnx: missing; copy the whole folder", graphless.parent)
     headless = with_keys(copy("headless"), architectures=["ElectraModel"], problem_type=None)
-    refused("which is not fine-tuned", headless)
+    refused("not a fine-tuned model", headless)
     truncated = copy("truncated") / "model.onnx"
     truncated.write_bytes(truncated.read_bytes()[:-100])
-    refused(f"onnxruntime {onnxruntime.__version__} cannot load it", truncated.parent)
+    refused(f"onnxruntime {onnxruntime.__version__} cannot load the file", truncated.parent)
     refused("copy or export it again", truncated.parent)
     (foreign := copy("foreign") / "model.onnx").write_bytes(b"PK\x03\x04")
-    refused("cannot load it", foreign.parent)
+    refused("cannot load the file", foreign.parent)
     for name, node in {"operator": ("FusedAttention", ""), "domain": ("Add", "com.example")}.items():
         graph = onnx.load(good / "model.onnx")
         graph.graph.node[0].op_type, graph.graph.node[0].domain = node
@@ -325,13 +329,13 @@ def test_what_cannot_be_used_is_refused_in_one_line(folders, tmp_path, monkeypat
         write_lookup(copy(name) / "model.onnx", "classification", vocab_size, outputs=outputs)
         refused("export it again with --onnx", tmp_path / name)
     write_lookup(copy("tags") / "model.onnx", "tagging", vocab_size, ("input_ids", "token_type_ids"))
-    refused("has the inputs input_ids, token_type_ids", tmp_path / "tags")
+    refused("got input_ids, token_type_ids", tmp_path / "tags")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    refused("model.onnx: needs onnxruntime: pip install onnxruntime")
+    refused("model.onnx: needs onnxruntime; pip install onnxruntime")
 
 
-def test_a_folder_with_weights_and_a_graph_is_read_in_torch(folders, tmp_path):
-    """As `export --onnx` leaves one of an encoder; one without our key, as other tools write it, by its graph."""
+def test_folder_with_weights_and_graph_is_read_by_torch(folders, tmp_path):
+    """Folders with weights are read by torch, and folders with only a graph by onnxruntime, also without our key."""
     folder, target = folders("classification")
     both = shutil.copytree(folder, tmp_path / "both")
     shutil.copy(target / "model.onnx", both)
@@ -340,7 +344,7 @@ def test_a_folder_with_weights_and_a_graph_is_read_in_torch(folders, tmp_path):
     assert isinstance(ef.load(both), ef.OnnxModel)
 
 
-# A fresh interpreter in which nothing can be imported that an installation for predictions leaves out.
+# A new interpreter that cannot import the packages that an installation for predictions lacks.
 WITHOUT_TORCH = """
 import sys
 sys.modules |= dict.fromkeys(sys.argv[1].split(","))

@@ -1,4 +1,4 @@
-"""How texts are joined: pairs and questions have the ids and token types that `transformers` gives them."""
+"""Pairs and questions have the same ids and token types as in `transformers`."""
 
 import itertools
 import json
@@ -85,8 +85,8 @@ def save_tokenizer(folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_and_token_types_are_those_of_transformers(kind, tmp_path):
-    """Of the model's own folder, unless it has no template, and of a copy whose config.json is Electra's."""
+def test_ids_and_token_types_equal_transformers(kind, tmp_path):
+    """Checks the model's folder, if it has a template, and a copy with Electra's config.json."""
     make, *_, template = KINDS[kind]
     source = tmp_path / "source"
     source.mkdir()
@@ -101,19 +101,23 @@ def test_ids_and_token_types_are_those_of_transformers(kind, tmp_path):
         copy_tokenizer(source, folders[-1], INPUT_NAMES["bert"], more)
         (folders[-1] / "config.json").write_text('{"model_type": "electra"}')
     for folder in folders:
-        ours = ef.Tokenizer(folder)
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert ours.content_hash == tokenizer.content_hash
+        copied_tokenizer = ef.Tokenizer(folder)
+        hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert copied_tokenizer.content_hash == tokenizer.content_hash
         options = {"truncation": True, "return_token_type_ids": True}
         for examples in ([(text,) for text in TEXTS], [*itertools.product(TEXTS, TEXTS)]):
-            for room in (12, 14, 60):  # even: at odd ones a tie is broken in another way
+            for room in (12, 14, 60):  # even, since ties differ for odd lengths
                 length = room + (template or BERT).num_special
-                expected = theirs(*map(list, zip(*examples, strict=True)), **options, max_length=length)
-                assert rows(encode(ours, examples, length)) == [*zip(*map(expected.get, VALUES), strict=True)]
-                assert rows(encode(tokenizer, examples, length)) == rows(encode(ours, examples, length))
-        asked = [("the cat", TEXTS[-1])]
-        features = question_features(ours, asked, sequence_length=40, doc_stride=9, max_query_length=12)
-        expected = theirs(*asked[0], **options | {"truncation": "only_second"}, max_length=40)
+                expected = hf_tokenizer(*map(list, zip(*examples, strict=True)), **options, max_length=length)
+                assert rows(encode(copied_tokenizer, examples, length)) == [
+                    *zip(*map(expected.get, VALUES), strict=True)
+                ]
+                assert rows(encode(tokenizer, examples, length)) == rows(encode(copied_tokenizer, examples, length))
+        question_pairs = [("the cat", TEXTS[-1])]
+        features = question_features(
+            copied_tokenizer, question_pairs, sequence_length=40, doc_stride=9, max_query_length=12
+        )
+        expected = hf_tokenizer(*question_pairs[0], **options | {"truncation": "only_second"}, max_length=40)
         assert rows(features.encoded)[0] == tuple(map(expected.get, VALUES))
 
 

@@ -291,7 +291,7 @@ def test_duplicates_and_scores_without_them():
     assert duplicates["examples"][1]["train_text"] == " ".join(words)
     assert content["scores"]["accuracy"]["majority"] == 0.5 and "warning" not in content
     content = make_report(CLASSES, [(split, answers)], train=split).content
-    assert "all 6 dev examples have a text that is in the training split" in content["warning"]
+    assert "the texts of all 6 validation examples are in the training split" in content["warning"]
 
 
 def test_near_duplicates_equal_a_comparison_of_all_pairs():

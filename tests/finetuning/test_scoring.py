@@ -1,4 +1,4 @@
-"""Scores of texts, against `transformers` on the same folders, and minimal pairs ranked by them."""
+"""Scores of texts, compared with `transformers` on the same folders, and minimal pairs ranked by the scores."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ PAIRS = [
 
 @torch.no_grad()
 def pseudo_log_likelihood(folder, text):
-    """As the pipeline of the BabyLM challenge of 2025 computes it by its backend `mlm`."""
+    """Computes the score like the backend `mlm` of the evaluation pipeline of the BabyLM challenge 2025."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
     read = tokenizer(text, return_offsets_mapping=True)
@@ -43,7 +43,7 @@ def pseudo_log_likelihood(folder, text):
 
 @torch.no_grad()
 def replaced_logits(folder, text):
-    """The logits of a discriminator for a text's tokens, without [CLS] and [SEP]."""
+    """Returns the discriminator's logits for a text's tokens, without [CLS] and [SEP]."""
     [name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     read = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     logits = getattr(transformers, name).from_pretrained(folder).eval()(**read).logits[0, 1:-1].double()
@@ -56,30 +56,30 @@ def run(tmp_path_factory, tiny_vocab):
 
 
 @pytest.mark.parametrize("recipe", ["google", "modern"])
-def test_of_a_discriminator_and_its_generator(tmp_path, tiny_vocab, recipe):
-    """One pass and one token at a time; a run and its export alike."""
+def test_discriminator_and_generator_scores_equal_transformers(tmp_path, tiny_vocab, recipe):
+    """The discriminator needs one pass, the generator one per token; a run and its export score equally."""
     run = save_run(tmp_path / "run", tiny_vocab, recipe=recipe)
     exported = tmp_path / "export"
     export(run, out=exported, unfinished=True)
     logits = [replaced_logits(exported / "discriminator", text) for text in TEXTS]
     log_p = np.array([pseudo_log_likelihood(exported / "generator", text) for text in TEXTS])
-    original = np.array([logsigmoid(-each).sum().item() for each in logits])
+    original = np.array([logsigmoid(-text_logits).sum().item() for text_logits in logits])
     expected = {"discriminator": original, "generator": log_p, "both": original + 0.02 * log_p}
     for source in (run, exported):
         model = ef.load(source)
-        found = {kind: model.score(iter(TEXTS), kind) for kind in expected}
+        scores = {kind: model.score(iter(TEXTS), kind) for kind in expected}
         for kind, values in expected.items():
-            assert found[kind] == pytest.approx(values, rel=1e-5, abs=1e-5), (source, kind)
-            assert found[kind].dtype == np.float64 and np.ptp(found[kind]) > 1
+            assert scores[kind] == pytest.approx(values, rel=1e-5, abs=1e-5), (source, kind)
+            assert scores[kind].dtype == np.float64 and np.ptp(scores[kind]) > 1
             [alone] = model.score([TEXTS[1]], kind)
-            assert alone == pytest.approx(found[kind][1], rel=1e-5)
+            assert alone == pytest.approx(scores[kind][1], rel=1e-5)
     assert ef.load(exported / "discriminator").score(TEXTS) == pytest.approx(expected["discriminator"], rel=1e-5)
     assert ef.load(exported / "generator").score(TEXTS) == pytest.approx(log_p, rel=1e-5)
 
 
 @torch.no_grad()
-def test_a_deberta_run_by_its_networks(tmp_path, tiny_vocab):
-    """One text at a time; the discriminator's token table is the generator's and its own, added up."""
+def test_deberta_scores_equal_networks(tmp_path, tiny_vocab):
+    """Compares one text at a time; the discriminator's token table is the sum of the generator's and a second table."""
     run = save_run(tmp_path, tiny_vocab, recipe="deberta")
     model = read_model(run)
     loaded = ef.load(run)
@@ -108,7 +108,7 @@ def test_a_deberta_run_by_its_networks(tmp_path, tiny_vocab):
         ({"objective.name": "all-tokens-mlm", "recipe": "modern"}, "encoder", "encoder_head"),
     ],
 )
-def test_the_corrective_score_is_the_probability_of_the_original_tokens(tmp_path, tiny_vocab, changes, role, head):
+def test_corrective_score_is_probability_of_original_tokens(tmp_path, tiny_vocab, changes, role, head):
     run = save_run(tmp_path, tiny_vocab, **changes)
     model = read_model(run)
     loaded = ef.load(run)
@@ -129,7 +129,7 @@ def test_the_corrective_score_is_the_probability_of_the_original_tokens(tmp_path
         ("DistilBertForMaskedLM", {}, "DistilBERT"),
     ],
 )
-def test_masked_language_models_of_transformers(tmp_path, name, settings, tokenizer):
+def test_masked_language_models_equal_transformers(tmp_path, name, settings, tokenizer):
     hf_folder(tmp_path, name, vocab_size=320, **settings)
     (tmp_path / "vocab.txt").unlink()
     save_tokenizer(tmp_path, tokenizer)
@@ -137,11 +137,11 @@ def test_masked_language_models_of_transformers(tmp_path, name, settings, tokeni
     expected = [pseudo_log_likelihood(tmp_path, text) for text in texts]
     model = ef.load(tmp_path)
     assert model.score(texts) == pytest.approx(expected, rel=1e-5) and np.ptp(expected) > 1
-    with pytest.raises(ValueError, match="has no score 'corrective', only generator"):
+    with pytest.raises(ValueError, match="score 'corrective': must be one of generator here"):
         model.score(texts, "corrective")
 
 
-def test_copies_that_do_not_fit_in_one_part_score_alike(run, monkeypatch):
+def test_masked_copies_in_several_parts_score_equally(run, monkeypatch):
     model = ef.load(run)
     expected = model.score(TEXTS * 2, "both")
     monkeypatch.setattr(scoring, "_COPIED_TOKENS", 20)
@@ -152,19 +152,19 @@ def test_copies_that_do_not_fit_in_one_part_score_alike(run, monkeypatch):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["name", " "], "example 1: 0 tokens; this model scores texts of 1 to 126"),
-        (["name " * 127], "example 0: 127 tokens; this model scores texts of 1 to 126"),
+        (["name", " "], "example 1: must have 1 to 126 tokens for this model, got 0"),
+        (["name " * 127], "example 0: must have 1 to 126 tokens for this model, got 127"),
         ("name", "score takes a list of texts"),
-        (["name", None], "example 1 is None; it must be a text"),
+        (["name", None], "example 1 = None: must be a string"),
     ],
 )
-def test_texts_that_have_no_score(run, texts, message):
+def test_texts_without_score_are_refused(run, texts, message):
     with pytest.raises(ValueError, match=message):
         ef.load(run).score(texts)
 
 
 class TestPairs:
-    def test_the_share_of_each_group_with_ties_half(self, run, write_rows, tmp_path, capsys):
+    def test_accuracy_by_group_with_ties_counted_half(self, run, write_rows, tmp_path, capsys):
         report = ef.evaluate(run, pairs=write_rows(PAIRS), out=tmp_path / "out")
         model = ef.load(run)
         kinds = ["discriminator", "both", "corrective", "generator"]
@@ -180,7 +180,7 @@ class TestPairs:
             half = 1.96 * math.sqrt(sum(variances)) / 2
             expected = (max(0, report.accuracy[kind] - half), min(1, report.accuracy[kind] + half))
             assert (low, high) == pytest.approx(expected)
-        assert "note: 1 of 3 pairs have equal tokens in" in capsys.readouterr().err
+        assert "note: 1 of 3 pairs have identical tokens in" in capsys.readouterr().err
         rows = [json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()]
         assert [row["group"] for row in rows] == ["order", "order", "case"] and rows[2]["worse"] == "the NAME"
         assert rows[0]["discriminator"] == pytest.approx(
@@ -189,7 +189,7 @@ class TestPairs:
         assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == json.loads(report.to_json())
         assert "3 pairs in 2 groups" in str(report) and "\norder " in str(report)
 
-    def test_files_and_tables_of_any_kind(self, run, write_rows, tmp_path):
+    def test_files_and_tables(self, run, write_rows, tmp_path):
         expected = ef.evaluate(run, pairs=PAIRS)
         path = tmp_path / "minimal.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -197,33 +197,35 @@ class TestPairs:
             rows.writerow(["worse one", "better one", "n"])
             rows.writerows([pair["sentence_bad"], pair["sentence_good"], pair["n"]] for pair in PAIRS)
         options = ["--text", "better one,worse one", "--json"]
-        found = json.loads(run_command("evaluate", run, "--pairs", path, *options).stdout)
-        assert found["groups"].keys() == {"minimal"}
+        report = json.loads(run_command("evaluate", run, "--pairs", path, *options).stdout)
+        assert report["groups"].keys() == {"minimal"}
         assert json.loads(run_command("evaluate", run, "--pairs", path, path, *options).stdout)["pairs"] == 6
         by_number = ef.evaluate(run, pairs=[path, path], text=("better one", "worse one"), group="n")
-        for kind, share in expected.groups["order"].items():
+        for kind, fraction in expected.groups["order"].items():
             if kind != "pairs":
                 first = by_number.groups["1"][kind]
                 last = by_number.groups["3"][kind]
-                assert share == (first + last) / 2 and found["accuracy"][kind] == pytest.approx((2 * share + 0.5) / 3)
+                assert fraction == (first + last) / 2 and report["accuracy"][kind] == pytest.approx(
+                    (2 * fraction + 0.5) / 3
+                )
         assert [group["pairs"] for group in by_number.groups.values()] == [2, 2, 2]
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"text": ["n"]}, "text = n: must be two columns, the better sentence first"),
+            ({"text": ["n"]}, "text = n: must be two columns; pass the better sentence first"),
             ({"text": ["sentence_good", "m"]}, "no 'm'; available columns: sentence_good, .*; choose with --text"),
             ({"text": ["sentence_good", "n"]}, "n = 1: must be text"),
-            ({"group": "field"}, "no 'field'; available columns: UID, n; choose with --group"),
+            ({"group": "field"}, "no column 'field'; available columns: UID, n; choose with --group"),
             ({"pairs": []}, "pairs: "),
-            ({"data": "shards"}, "give a corpus or pairs, not both"),
-            ({"max_batches": 3}, "--max-batches is not for --pairs"),
+            ({"data": "shards"}, "data and pairs: cannot be combined"),
+            ({"max_batches": 3}, "--max-batches: is not for --pairs"),
         ],
     )
-    def test_what_is_refused(self, run, write_rows, options, message):
+    def test_invalid_options_are_refused(self, run, write_rows, options, message):
         with pytest.raises(ValueError, match=message):
             ef.evaluate(run, **{"pairs": write_rows(PAIRS)} | options)
 
-    def test_an_empty_sentence_is_named_by_its_line(self, run, write_rows):
-        with pytest.raises(ValueError, match=r"line 2: 0 tokens"):
+    def test_empty_sentence_is_reported_with_line(self, run, write_rows):
+        with pytest.raises(ValueError, match=r"line 2: must have 1 to 126 tokens for this model, got 0"):
             ef.evaluate(run, pairs=write_rows([PAIRS[0], PAIRS[0] | {"sentence_bad": ""}]))

@@ -1,4 +1,4 @@
-"""Evaluations through training: what they show, which step's model they keep, and that they disturb nothing."""
+"""Evaluations during training select the kept checkpoint and do not change training."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from electra_fast.finetuning.tasks.classification import Classification
 from electra_fast.finetuning.training.step import FinetuneStep
 from electra_fast.training.plots import plot_finetuning
 
-# Five steps per epoch, at a rate at which the score goes up and down.
+# Five steps per epoch, at a learning rate for which the score rises and falls.
 SETTINGS = QUICK | {"finetune.epochs": "3", "finetune.learning_rate": "7e-4", "finetune.batch_size": "16"}
 SETTINGS |= {"finetune.select": "best", "finetune.evals_per_epoch": "2.5", "finetune.checkpoint_seconds": "0"}
 
@@ -35,34 +35,36 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def train(encoder_folder, data):
-    """A function that fine-tunes, and returns what the folder then holds, without times."""
+    """Returns a function that fine-tunes and returns the content of the folder, without times."""
 
     def train(out, *, settings=SETTINGS, **arguments):
         ef.finetune(encoder_folder, task="sst2", glue=data, out=out, overrides=settings, **arguments)
-        return left(out / "sst2/seed-0")
+        return files_of_seed(out / "sst2/seed-0")
 
     return train
 
 
-def left(folder):
+def files_of_seed(folder):
     result = read_object(folder / "result.json")
-    kept = {name: value for name, value in result.items() if name not in ("seconds", "files", "checksum")}
+    result_without_times = {
+        name: value for name, value in result.items() if name not in ("seconds", "files", "checksum")
+    }
     names = ("predictions.dev.tsv", "predictions.test.tsv", "model/model.safetensors")
-    log = [{**each, "seconds": None} for each in read_records(folder / "metrics.jsonl")]
-    return [kept, log, *((folder / name).read_bytes() for name in names)]
+    log = [{**record, "seconds": None} for record in read_records(folder / "metrics.jsonl")]
+    return [result_without_times, log, *((folder / name).read_bytes() for name in names)]
 
 
 @pytest.fixture(scope="module")
 def reference(encoder_folder, data, tmp_path_factory):
-    """An undisturbed training: its folder, and the parameters and dev accuracy after each step."""
+    """An uninterrupted training: its folder, and the parameters after each step."""
     out = tmp_path_factory.mktemp("reference")
     take = FinetuneStep.__call__
     steps = []
 
-    def watched(self, *given):
-        found = take(self, *given)
+    def watched(self, *arguments):
+        outputs = take(self, *arguments)
         steps.append({name: p.detach().clone() for name, p in self.model.named_parameters()})
-        return found
+        return outputs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FinetuneStep, "__call__", watched)
@@ -81,12 +83,12 @@ def reference(encoder_folder, data, tmp_path_factory):
         (0.01, 1, 3, [3]),
     ],
 )
-def test_evaluations_fall_on_whole_steps_and_the_last(evals, examples, epochs, expected):
+def test_evaluation_steps_include_last_step(evals, examples, epochs, expected):
     config = FinetuneSection(evals_per_epoch=float(evals), epochs=float(epochs), batch_size=8)
     assert sorted(evaluation_steps(config, examples)) == expected
 
 
-def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
+def test_best_step_is_kept(reference, data):
     folder, steps = reference
     result = read_object(folder / "result.json")
     log = read_records(folder / "metrics.jsonl")
@@ -95,9 +97,9 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
     scores = {}
     for step in (*range(2, 15, 2), 15):
         reader._model.load_state_dict(steps[step - 1])
-        found = reader.predict([text for text, _ in rows])
-        scores[step] = np.mean([each["label"] == label for each, (_, label) in zip(found, rows, strict=True)])
-    assert {each["step"]: each["accuracy"] for each in log if "accuracy" in each} == pytest.approx(scores)
+        predictions = reader.predict([text for text, _ in rows])
+        scores[step] = np.mean([entry["label"] == label for entry, (_, label) in zip(predictions, rows, strict=True)])
+    assert {entry["step"]: entry["accuracy"] for entry in log if "accuracy" in entry} == pytest.approx(scores)
     best = max(scores, key=scores.__getitem__)
     assert 2 < best < 14  # neither the first nor the last
     assert result["best_step"] == best and result["accuracy"] == pytest.approx(scores[best])
@@ -105,31 +107,33 @@ def test_the_best_step_is_that_of_a_run_that_saved_every_step(reference, data):
         assert tensor.equal(steps[best - 1][name]), name
     reader._model.load_state_dict(steps[best - 1])
     lines = (folder / "predictions.dev.tsv").read_text().splitlines()[1:]
-    assert [line.split("\t")[1] for line in lines] == [each["label"] for each in reader.predict(t for t, _ in rows)]
-    assert f"after step {best}, chosen by its accuracy on dev" in (folder / "model/README.md").read_text()
+    assert [line.split("\t")[1] for line in lines] == [entry["label"] for entry in reader.predict(t for t, _ in rows)]
+    assert f"after step {best}, selected by accuracy on dev" in (folder / "model/README.md").read_text()
 
 
 def validation_losses(monkeypatch):
-    """A list that takes the losses of all evaluations."""
+    """Returns a list that collects the losses of all evaluations."""
     loss = Classification.validation_loss
     losses = []
-    monkeypatch.setattr(Classification, "validation_loss", lambda *given: losses.append(loss(*given)) or losses[-1])
+    monkeypatch.setattr(
+        Classification, "validation_loss", lambda *arguments: losses.append(loss(*arguments)) or losses[-1]
+    )
     return losses
 
 
-def test_of_equal_scores_the_lowest_loss_decides(train, tmp_path, monkeypatch):
+def test_lowest_loss_decides_among_equal_scores(train, tmp_path, monkeypatch):
     losses = validation_losses(monkeypatch)
     result, log, *_ = train(tmp_path, settings=SETTINGS | {"finetune.learning_rate": "5e-4"})
-    scores = [(each["accuracy"], each["step"]) for each in log if "accuracy" in each]
+    scores = [(record["accuracy"], record["step"]) for record in log if "accuracy" in record]
     ranks = {step: (score, -loss) for (score, step), loss in zip(scores, losses, strict=True)}
     highest = [step for score, step in scores if score == max(scores)[0]]
     assert result["best_step"] == max(ranks, key=ranks.__getitem__) > highest[0]
 
 
-def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path, monkeypatch):
-    """The accuracy of always "usual" is the highest, as at the first steps, whose model has learned nothing.
+def test_class_weights_select_by_macro_f1(encoder_folder, tmp_path, monkeypatch):
+    """The first steps, whose model always predicts "usual", have the highest accuracy, but not the best macro F1.
 
-    GLUE's tasks keep their score, and a warning names the remedy.
+    GLUE tasks are selected by accuracy, and a warning gives the remedy.
     """
     rng = random.Random(0)
     losses = validation_losses(monkeypatch)
@@ -147,38 +151,38 @@ def test_class_weights_select_by_the_mean_f1_of_classes(encoder_folder, tmp_path
     overrides = {f"finetune.{name}": value for name, value in settings.items()}
     files = {"train": [*rows(500)], "dev": [*rows(200)]}
     out = tmp_path / "own"
-    found = ef.finetune(encoder_folder, task="classification", **files, out=out, overrides=overrides)
-    (run,) = found["classification"]["runs"]
+    results = ef.finetune(encoder_folder, task="classification", **files, out=out, overrides=overrides)
+    (run,) = results["classification"]["runs"]
     log = read_records(out / "classification/seed-0/metrics.jsonl")
-    scores = [each for each in log if "f1_macro" in each]
-    ranks = {each["step"]: (each["f1_macro"], -loss) for each, loss in zip(scores, losses, strict=True)}
+    scores = [entry for entry in log if "f1_macro" in entry]
+    ranks = {entry["step"]: (entry["f1_macro"], -loss) for entry, loss in zip(scores, losses, strict=True)}
     assert run["selected_by"] == "f1_macro" and run["best_step"] == max(ranks, key=ranks.__getitem__)
     assert run["accuracy"] < scores[0]["accuracy"] and scores[0]["matthews"] == 0 < 0.2 < run["matthews"]
 
     (tmp_path / "data").mkdir()
     for name, examples in files.items():
-        lines = (f"{each['text']}\t{int(each['label'] == 'usual')}\n" for each in examples)
+        lines = (f"{entry['text']}\t{int(entry['label'] == 'usual')}\n" for entry in examples)
         (tmp_path / "data" / f"{name}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
     overrides |= {"finetune.class_weights": "0=10,1=0.5"}
     arguments = {"model": encoder_folder, "glue": tmp_path / "data", "out": tmp_path / "glue"}
     (run,) = ef.finetune(task="sst2", **arguments, overrides=overrides)["sst2"]["runs"]
-    step = run["warning"].split("; or finetune.select = last: the predictions of step ")[1].split()[0]
+    step = run["warning"].split("; or set finetune.select = last: the predictions of step ")[1].split()[0]
     assert run["accuracy"] == scores[0]["accuracy"] and int(step) > run["best_step"]
 
 
-def test_evaluations_disturb_nothing(reference, encoder_folder, data, tmp_path):
+def test_evaluations_do_not_change_training(reference, encoder_folder, data, tmp_path):
     settings = SETTINGS | {"finetune.evals_per_epoch": "0", "finetune.select": "last"}
     ef.finetune(encoder_folder, task="sst2", glue=data, out=tmp_path, overrides=settings)
     folder = tmp_path / "sst2/seed-0"
     logs = (read_records(path / "metrics.jsonl") for path in (folder, reference[0]))
-    losses, expected = ([each["loss"] for each in log if "loss" in each] for log in logs)
+    losses, expected = ([record["loss"] for record in log if "loss" in record] for log in logs)
     assert losses == expected and len(losses) == 15
     for name, tensor in ef.load(folder / "model")._model.named_parameters():
         assert tensor.equal(reference[1][-1][name]), name
 
 
 @pytest.mark.parametrize(("number", "is_damaged"), [(9, True), pytest.param(8, False, marks=pytest.mark.slow)])
-def test_killed_anywhere_it_ends_with_the_undisturbed_model(reference, train, tmp_path, number, is_damaged):
+def test_killed_anywhere_trains_same_model(reference, train, tmp_path, number, is_damaged):
     folder = tmp_path / "sst2/seed-0"
     for _ in range(12):
         if (folder / "result.json").exists():
@@ -190,27 +194,27 @@ def test_killed_anywhere_it_ends_with_the_undisturbed_model(reference, train, tm
             path = checkpoint_folder.path_of(folder, known[-1])
             target = path / ("best.safetensors" if (path / "best.safetensors").exists() else "model.safetensors")
             target.write_bytes(target.read_bytes()[:-1])
-    assert train(tmp_path) == left(reference[0])
+    assert train(tmp_path) == files_of_seed(reference[0])
 
 
-def test_a_signal_in_an_evaluation_ends_it_and_a_resume_repeats_it(reference, train, tmp_path, monkeypatch):
+def test_signal_stops_evaluation_and_resume_repeats_it(reference, train, tmp_path, monkeypatch):
     predict = Classification.predict
     calls = itertools.count(1)
 
-    def signalled(*given):
+    def signalled(*arguments):
         if next(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return predict(*given)
+        return predict(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match="checkpoint at step 4, run again"):
         patch.setattr(Classification, "predict", signalled)
         train(tmp_path)
     with killed_at_call(JsonLines, "write", 1, after=True):
         train(tmp_path)
-    assert train(tmp_path) == left(reference[0])
+    assert train(tmp_path) == files_of_seed(reference[0])
 
 
-def test_a_callback_stops_training_after_a_checkpoint(reference, train, tmp_path):
+def test_callback_stops_training_after_checkpoint(reference, train, tmp_path):
     logs = []
     evaluations = []
     checkpoints = []
@@ -224,36 +228,38 @@ def test_a_callback_stops_training_after_a_checkpoint(reference, train, tmp_path
         train(tmp_path, settings=SETTINGS | {"finetune.checkpoint_seconds": "60"}, on_evaluation=prune)
     assert checkpoint_folder.steps(tmp_path / "sst2/seed-0") == [6]
     hooks = {"on_log": logs.append, "on_evaluation": evaluations.append, "on_checkpoint": checkpoints.append}
-    assert train(tmp_path, **hooks) == left(reference[0])
-    found = [{**each, "seconds": None} for each in (*logs, *evaluations)]
-    named = [{"task": "sst2", "seed": 0} | each for each in left(reference[0])[1]]
-    assert [each for each in found if "loss" in each] == [each for each in named if each["step"] > 6 and "loss" in each]
-    assert [each for each in found if "accuracy" in each] == [each for each in named if "accuracy" in each]
+    assert train(tmp_path, **hooks) == files_of_seed(reference[0])
+    records = [{**entry, "seconds": None} for entry in (*logs, *evaluations)]
+    expected = [{"task": "sst2", "seed": 0} | entry for entry in files_of_seed(reference[0])[1]]
+    assert [entry for entry in records if "loss" in entry] == [
+        entry for entry in expected if entry["step"] > 6 and "loss" in entry
+    ]
+    assert [entry for entry in records if "accuracy" in entry] == [entry for entry in expected if "accuracy" in entry]
     assert checkpoints[-1]["step"] == 15 and checkpoints[-1]["path"].endswith("checkpoints/step-15")
 
 
-def test_patience_ends_training_and_says_so(train, tmp_path, monkeypatch, capsys):
-    """At a rate of nearly 0, all scores are equal."""
+def test_patience_stops_training_and_is_reported(train, tmp_path, monkeypatch, capsys):
+    """With a learning rate of nearly 0, all scores are equal."""
     settings = SETTINGS | {"finetune.learning_rate": "1e-12", "finetune.patience": "2"}
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     result, log, *_ = train(tmp_path, settings=settings)
-    said = capsys.readouterr().err
-    assert f"  best accuracy {result['accuracy']:.4f} at 2  " in said and "(step 2, stopped at 6, " in said
+    stderr = capsys.readouterr().err
+    assert f"  best accuracy {result['accuracy']:.4f} at 2  " in stderr and "(step 2, stopped at 6, " in stderr
     assert (result["best_step"], result["stopped_step"]) == (2, 6)
-    assert [each["step"] for each in log if "accuracy" in each] == [2, 4, 6]
+    assert [record["step"] for record in log if "accuracy" in record] == [2, 4, 6]
     card = (tmp_path / "sst2/seed-0/model/README.md").read_text()
-    assert "3 epochs, 15 steps of 16, stopped early at step 6" in card and "after step 2, chosen" in card
+    assert "3 epochs, 15 steps of 16, stopped early at step 6" in card and "after step 2, selected" in card
 
 
-def test_other_validation_data_are_refused_where_they_choose_the_model(reference, data, encoder_folder, tmp_path):
+def test_changed_validation_data_are_refused_if_they_select_model(reference, data, encoder_folder, tmp_path):
     out = shutil.copytree(reference[0].parents[1], tmp_path / "out")
     other = shutil.copytree(data, tmp_path / "data")
     (other / "dev.tsv").write_text((other / "dev.tsv").read_text() + "fine\t1\n")
-    with pytest.raises(InputError, match="was made with other examples of dev"):
+    with pytest.raises(InputError, match="was trained with other examples of dev"):
         ef.finetune(encoder_folder, task="sst2", glue=other, out=out, overrides=SETTINGS)
 
 
-def test_curves_show_what_the_log_has(reference):
+def test_curves_show_log(reference):
     folder = reference[0]
     figure = Figure()
     records = read_records(folder / "metrics.jsonl")
@@ -262,10 +268,10 @@ def test_curves_show_what_the_log_has(reference):
     left, right = figure.axes
     [line] = left.lines
     [scores, star] = right.lines
-    assert line.get_xydata().tolist() == [[each["step"], each["loss"]] for each in records if "loss" in each]
-    found = [[each["step"], each["accuracy"]] for each in records if "accuracy" in each]
-    assert scores.get_xydata().tolist() == found
-    assert star.get_xydata().tolist() == [point for point in found if point[0] == best]
+    assert line.get_xydata().tolist() == [[record["step"], record["loss"]] for record in records if "loss" in record]
+    points = [[record["step"], record["accuracy"]] for record in records if "accuracy" in record]
+    assert scores.get_xydata().tolist() == points
+    assert star.get_xydata().tolist() == [point for point in points if point[0] == best]
     assert (folder.parent / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -274,10 +280,10 @@ def test_curves_show_what_the_log_has(reference):
     [
         ({"evals_per_epoch": -1.0}, "finetune.evals_per_epoch"),
         ({"patience": -1}, "finetune.patience"),
-        ({"patience": 2, "select": "last"}, 'finetune.patience = 2 needs finetune.select = "best"'),
+        ({"patience": 2, "select": "last"}, 'finetune.patience = 2: needs finetune.select = "best"'),
         ({"patience": 2, "evals_per_epoch": 0.0}, "raise finetune.evals_per_epoch above 0"),
     ],
 )
-def test_settings_without_meaning_are_refused(settings, message):
+def test_inconsistent_settings_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         FinetuneSection(**settings)

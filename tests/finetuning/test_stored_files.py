@@ -1,4 +1,4 @@
-"""Labeled examples at URLs: read as those on disk, and named by their URL."""
+"""Labeled examples at URLs are read like files on disk, and messages have their URL."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from electra_fast.errors import InputError
 
 
 @pytest.mark.slow
-def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatch):
+def test_bucket_and_disk_give_equal_results(tmp_path, tiny_vocab, monkeypatch):
     for name in ("train", "dev", "test"):
         lines = (f"{text}\t{'good' if label else 'bad'}\n" for text, label in sentences(30, len(name)))
         (tmp_path / f"{name}.tsv").write_text("text\tlabel\n" + "".join(lines))
@@ -25,14 +25,14 @@ def test_examples_in_a_bucket_are_those_on_disk(tmp_path, tiny_vocab, monkeypatc
         results = {}
         for name, folder in (("disk", str(tmp_path)), ("bucket", url)):
             files = {split: f"{folder}/{split}.tsv" for split in ("train", "dev", "test")}
-            made = ef.finetune(model, task="classification", out=tmp_path / name, seeds=1, overrides=QUICK, **files)
-            results[name] = re.sub(r'"seconds": [\d.]+', "", made.to_json())
+            result = ef.finetune(model, task="classification", out=tmp_path / name, seeds=1, overrides=QUICK, **files)
+            results[name] = re.sub(r'"seconds": [\d.]+', "", result.to_json())
         assert results["bucket"] == results["disk"].replace(str(tmp_path), url)
         trained = tmp_path / "bucket/classification/seed-0/model"
-        found = [run("predict", trained, f"{folder}/test.tsv") for folder in (tmp_path, url)]
-        assert found[0].stdout == found[1].stdout != "" and f"{url}/test.tsv: 30 predictions" in found[1].stderr
-        found = [run("evaluate", trained, f"{folder}/test.tsv", "--json") for folder in (tmp_path, url)]
-        assert json.loads(found[0].stdout)["scores"] == json.loads(found[1].stdout)["scores"]
+        runs = [run("predict", trained, f"{folder}/test.tsv") for folder in (tmp_path, url)]
+        assert runs[0].stdout == runs[1].stdout != "" and f"{url}/test.tsv: 30 predictions" in runs[1].stderr
+        runs = [run("evaluate", trained, f"{folder}/test.tsv", "--json") for folder in (tmp_path, url)]
+        assert json.loads(runs[0].stdout)["scores"] == json.loads(runs[1].stdout)["scores"]
         with pytest.raises(InputError, match=rf"{url}/bad\.tsv: line 2"):
             ef.finetune(model, task="classification", train=f"{url}/bad.tsv", out=tmp_path / "x")
         with pytest.raises(FileNotFoundError, match=f"{url}/absent.tsv: not found"):

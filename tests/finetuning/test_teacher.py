@@ -1,4 +1,4 @@
-"""A student that learns from a teacher: the loss written out, whose answers are taken, and what is refused."""
+"""A student learns from a teacher: its loss equals a reference; the choice and cache of answers; and errors."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ TAUGHT = {"finetune.teacher_weight": "0.7", "finetune.teacher_temperature": "3"}
 
 
 def reordered(folder, order):
-    """The same classifier with its classes in another order."""
+    """Changes the order of a classifier's classes."""
     table = json.loads((folder / "config.json").read_text())
     labels = [table["id2label"][str(number)] for number in order]
     table["id2label"] = {str(number): label for number, label in enumerate(labels)}
@@ -47,8 +47,8 @@ def reordered(folder, order):
 
 
 def divergence(student, teacher, temperature):
-    """T^2 KL(teacher || student), by its definition."""
-    p, q = (torch.softmax(each / temperature, -1) for each in (teacher, student))
+    """Returns T^2 KL(teacher || student), computed by its definition."""
+    p, q = (torch.softmax(outputs / temperature, -1) for outputs in (teacher, student))
     return temperature**2 * (p * (p / q).log()).sum(-1)
 
 
@@ -59,34 +59,34 @@ def head_of(model):
 @pytest.mark.parametrize(
     "kind", ["classification", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("regression", "multi-label"))]
 )
-def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, kind, write_rows):
-    """Labeled and unlabeled examples are shuffled together; the mean is over the weights of labels and answers."""
+def test_epoch_with_teacher_equals_reference(tmp_path, tiny_vocab, kind, write_rows):
+    """Labeled and unlabeled examples are shuffled together; the loss is weighted by labels and answers."""
     encoder, other = (save_encoder(tmp_path / str(seed), tiny_vocab, seed=seed) for seed in (0, 1))
-    given = {"overrides": OVERRIDES, "recipe": "fast"}
+    arguments = {"overrides": OVERRIDES, "recipe": "fast"}
     if kind == "multi-label":
         texts = [(text,) for text, _ in sentences(27)]
         targets = [[float("value" in text), float("name" in text)] for (text,) in texts]
-        labels = [[name for name, y in zip("ab", own, strict=True) if y] for own in targets]
-        rows = [{"text": text, "label": own} for (text,), own in zip(texts, labels, strict=True)]
-        given |= {"task": "classification", "train": write_rows(rows), "dev": write_rows(rows[:9], "dev.jsonl")}
+        labels = [[name for name, y in zip("ab", row_labels, strict=True) if y] for row_labels in targets]
+        rows = [{"text": text, "label": row_labels} for (text,), row_labels in zip(texts, labels, strict=True)]
+        arguments |= {"task": "classification", "train": write_rows(rows), "dev": write_rows(rows[:9], "dev.jsonl")}
         extra = [(text,) for text, _ in sentences(11, 5)]
     else:
         name = {"classification": "mrpc", "regression": "stsb"}[kind]
         data = (write_mrpc if name == "mrpc" else write_stsb)(tmp_path / name)
-        given |= {"task": name, "glue": data}
+        arguments |= {"task": name, "glue": data}
         texts, targets = read_pairs(data / "train.tsv")
         extra = [(a, b) for a, b, _ in pairs(11, 5)]
     columns = ("text",) if kind == "multi-label" else ("sentence1", "sentence2")
     unlabeled = write_rows([dict(zip(columns, text, strict=True)) for text in [*extra, texts[0]]], "unlabeled.jsonl")
-    ef.finetune(other, out=tmp_path / "teacher", **given)
-    name = given["task"]
+    ef.finetune(other, out=tmp_path / "teacher", **arguments)
+    name = arguments["task"]
     teacher = tmp_path / "teacher" / name / "seed-0" / "model"
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(teacher).eval()
+    teacher_model = transformers.AutoModelForSequenceClassification.from_pretrained(teacher).eval()
     if kind == "classification":
-        reordered(teacher, (1, 0))  # of `judge` the outputs are in the student's order
-    taught = given | {"overrides": OVERRIDES | TAUGHT}
-    found = ef.finetune(encoder, out=tmp_path / "out", teacher=teacher, unlabeled=unlabeled, **taught)
-    assert found[name]["alone"].keys() == found[name]["teacher"].keys()
+        reordered(teacher, (1, 0))  # the outputs of `teacher_model` keep the student's order
+    taught = arguments | {"overrides": OVERRIDES | TAUGHT}
+    results = ef.finetune(encoder, out=tmp_path / "out", teacher=teacher, unlabeled=unlabeled, **taught)
+    assert results[name]["alone"].keys() == results[name]["teacher"].keys()
     exported = tmp_path / "out" / name / "seed-0" / "model"
 
     config = recipe_config("fast", name, load_encoder(encoder).shape, OVERRIDES).finetune
@@ -104,7 +104,7 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
     for text in examples:
         ids, types = ids_of(text)
         with torch.no_grad():
-            logits.append(judge(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0])
+            logits.append(teacher_model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0])
     scale = 5 if kind == "regression" else 1
 
     def batch_loss(chosen):
@@ -117,7 +117,7 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
             elif kind == "classification":
                 answer = divergence(outputs, logits[i], 3)
             else:
-                both = [torch.stack((each, torch.zeros_like(each)), -1) for each in (outputs, logits[i])]
+                both = [torch.stack((values, torch.zeros_like(values)), -1) for values in (outputs, logits[i])]
                 answer = divergence(*both, 3).mean()
             if i < len(texts):
                 y = torch.tensor(targets[i])
@@ -136,27 +136,27 @@ def test_an_epoch_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, k
     order = training_order(config, len(examples), seed=0)
     recipe_reference.train(model, batch_loss, order, "fast", config.learning_rate)
     assert all((p - before[name]).abs().max() > 1e-5 for name, p in model.head.items())
-    ours = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    trained_model = transformers.AutoModelForSequenceClassification.from_pretrained(exported).eval()
     for text in examples[:8]:
         ids, types = ids_of(text)
         with torch.no_grad():
-            outputs = ours(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
+            outputs = trained_model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
             torch.testing.assert_close(outputs, model.outputs(ids, types)[0] * scale, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_an_epoch_of_tagging_with_a_teacher_is_the_loss_written_out(tmp_path, tiny_vocab, write_rows):
+def test_epoch_of_tagging_with_teacher_equals_reference(tmp_path, tiny_vocab, write_rows):
     encoder, other = (save_encoder(tmp_path / str(seed), tiny_vocab, seed=seed) for seed in (0, 1))
     data = write_conll(tmp_path / "data", words=(3, 8))
-    given = {"task": "tagging", "train": data / "train.conll", "dev": data / "dev.conll"}
-    ef.finetune(other, out=tmp_path / "teacher", overrides=READING, **given)
+    arguments = {"task": "tagging", "train": data / "train.conll", "dev": data / "dev.conll"}
+    ef.finetune(other, out=tmp_path / "teacher", overrides=READING, **arguments)
     extra = [words for words, _ in tagged_sentences(9, 7, (3, 8))]
     unlabeled = write_rows([{"tokens": words} for words in extra], "unlabeled.jsonl")
     teacher = tmp_path / "teacher/tagging/seed-0/model"
-    given |= {"teacher": teacher, "unlabeled": unlabeled}
-    ef.finetune(encoder, out=tmp_path / "out", overrides=READING | TAUGHT, **given)
+    arguments |= {"teacher": teacher, "unlabeled": unlabeled}
+    ef.finetune(encoder, out=tmp_path / "out", overrides=READING | TAUGHT, **arguments)
     folder = tmp_path / "out/tagging/seed-0/model"
-    judge = transformers.AutoModelForTokenClassification.from_pretrained(teacher).eval()
+    teacher_model = transformers.AutoModelForTokenClassification.from_pretrained(teacher).eval()
     config = recipe_config("fast", "tagging", load_encoder(encoder).shape, READING).finetune
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = []
@@ -166,7 +166,7 @@ def test_an_epoch_of_tagging_with_a_teacher_is_the_loss_written_out(tmp_path, ti
         words = encoding.word_ids()
         first = [at for at, word in enumerate(words) if word is not None and word not in words[:at]]
         with torch.no_grad():
-            answers = judge(torch.tensor([encoding["input_ids"]])).logits[0, first]
+            answers = teacher_model(torch.tensor([encoding["input_ids"]])).logits[0, first]
         rows.append((encoding["input_ids"], first, tags and torch.tensor([labels[tag] for tag in tags]), answers))
     model = Reference(encoder, "tagging", config, len(labels))
 
@@ -174,21 +174,23 @@ def test_an_epoch_of_tagging_with_a_teacher_is_the_loss_written_out(tmp_path, ti
         losses = []
         for ids, first, wanted, answers in (rows[i] for i in chosen):
             outputs = model.outputs(ids)[first]
-            own = divergence(outputs, answers, 3)
+            token_losses = divergence(outputs, answers, 3)
             if wanted is not None:
-                own = 0.3 * F.cross_entropy(outputs, wanted, reduction="none") + 0.7 * own
-            losses.append(own)
+                token_losses = 0.3 * F.cross_entropy(outputs, wanted, reduction="none") + 0.7 * token_losses
+            losses.append(token_losses)
         return torch.cat(losses).mean()
 
     recipe_reference.train(model, batch_loss, training_order(config, len(rows), 0), "fast", config.learning_rate)
-    ours = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    trained_model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
     for ids, _, _, _ in rows:
         with torch.no_grad():
-            torch.testing.assert_close(ours(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                trained_model(torch.tensor([ids])).logits[0], model.outputs(ids), rtol=1e-5, atol=1e-5
+            )
 
 
-def test_parts_of_a_step_and_static_batches_have_the_same_gradients(job_of):
-    """As processes that share a batch compute them, and as CUDA graphs read it."""
+def test_parts_of_step_and_static_batches_have_equal_gradients(job_of):
+    """Processes share a batch in parts, and CUDA graphs read static batches."""
     job = job_of("mrpc")
     answers = np.random.default_rng(0).normal(size=(len(job.examples), 2))
     answers[3] = np.nan
@@ -216,10 +218,12 @@ def test_weights_of_labels_and_answers():
     labeled = TrainingSet(encoded, np.array([0, 1, 0, 1]), np.array([1.0, 3, 1, 3]))
     answers = np.ones((8, 2))
     answers[2] = np.nan
-    found = labeled.taught(answers, labeled, 0.75)
-    np.testing.assert_allclose(found.weights, [[0.25, 0.75, 0.25, 0.75, 0, 0, 0, 0], [0.75, 0.75, 0, 0.75, 1, 1, 1, 1]])
-    assert found.encoded.empty == (1, 5) and found.encoded.offsets.tolist() == list(range(0, 25, 3))
-    assert not np.isnan(found.answers).any()
+    taught = labeled.taught(answers, labeled, 0.75)
+    np.testing.assert_allclose(
+        taught.weights, [[0.25, 0.75, 0.25, 0.75, 0, 0, 0, 0], [0.75, 0.75, 0, 0.75, 1, 1, 1, 1]]
+    )
+    assert taught.encoded.empty == (1, 5) and taught.encoded.offsets.tolist() == list(range(0, 25, 3))
+    assert not np.isnan(taught.answers).any()
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +231,7 @@ def classifier(finetuned):
     return finetuned[0] / "sst2/seed-0/model"
 
 
-def test_labels_are_matched_by_name(classifier, tmp_path, glue_folder):
+def test_teacher_labels_are_matched_by_name(classifier, tmp_path, glue_folder):
     task = read_tasks("sst2", glue=glue_folder)[0].task
     names = {"same": ("0", "1"), "other order": ("1", "0"), "default": ("LABEL_0", "LABEL_1")}
     teacher = Teacher(classifier, tmp_path / "kept", torch.device("cpu"))
@@ -238,15 +242,15 @@ def test_labels_are_matched_by_name(classifier, tmp_path, glue_folder):
         assert bool(teacher.notes) == (name == "default")
     assert orders == {"same": [0, 1], "other order": [1, 0], "default": [0, 1]}
     teacher.labels = ("0", "positive", "neutral")
-    with pytest.raises(InputError, match="other classes: it lacks '1', and it also has 'positive', 'neutral'"):
+    with pytest.raises(InputError, match=r"other classes \(missing '1', additional 'positive', 'neutral'\)"):
         teacher.check(task, 1)
 
 
-def test_answers_are_computed_once_and_survive_a_kill(classifier, tmp_path, monkeypatch, capsys):
+def test_answers_are_cached_and_survive_kill(classifier, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(teaching, "BLOCK", 4)
     split = named_split([(text,) for text, _ in sentences(11)])
-    wanted = FinetunedModel(classifier, precision="fp32").outputs_of(split)
-    asked = []
+    expected = FinetunedModel(classifier, precision="fp32").outputs_of(split)
+    requests = []
 
     class Counting:
         kind = "classification"
@@ -255,43 +259,43 @@ def test_answers_are_computed_once_and_survive_a_kill(classifier, tmp_path, monk
         limit = 2
 
         def outputs_of(self, part):
-            if len(asked) == self.limit:
+            if len(requests) == self.limit:
                 raise KeyboardInterrupt
-            asked.append([text for (text,) in part.texts])
-            return wanted[[split.texts.index(text) for text in part.texts]]
+            requests.append([text for (text,) in part.texts])
+            return expected[[split.texts.index(text) for text in part.texts]]
 
     monkeypatch.setattr(teaching, "_read", lambda *_: Counting())
     with pytest.raises(KeyboardInterrupt):
         Teacher(classifier, tmp_path, torch.device("cpu")).outputs(split)
-    assert [*map(len, asked)] == [4, 4]
+    assert [*map(len, requests)] == [4, 4]
     Counting.limit = 100
-    found = Teacher(classifier, tmp_path, torch.device("cpu")).outputs(split)
-    np.testing.assert_array_equal(found, wanted)
-    assert [*map(len, asked)] == [4, 4, 3]
+    outputs = Teacher(classifier, tmp_path, torch.device("cpu")).outputs(split)
+    np.testing.assert_array_equal(outputs, expected)
+    assert [*map(len, requests)] == [4, 4, 3]
     block = sorted(tmp_path.rglob("*.npz"))[0]
     block.write_bytes(block.read_bytes()[:-40])
     again = Teacher(classifier, tmp_path, torch.device("cpu"))
-    np.testing.assert_array_equal(again.outputs(split), wanted)
-    assert len(asked) == 4 and "damaged; its answers are computed again" in capsys.readouterr().err
+    np.testing.assert_array_equal(again.outputs(split), expected)
+    assert len(requests) == 4 and "damaged; computing its answers again" in capsys.readouterr().err
     stopped = contextlib.nullcontext(StopRequest(signal.SIGTERM))
     monkeypatch.setattr(teaching, "stop_requests", lambda: stopped)
-    with pytest.raises(Interrupted, match="11 answers of the teacher, run again to resume"):
+    with pytest.raises(Interrupted, match="11 answers of the teacher; run again to resume"):
         again.outputs(named_split([("another text",)]))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"unlabeled": "u.tsv"}, "--unlabeled needs --teacher"),
-        ({"overrides": QUICK | {"finetune.teacher_weight": "0.5"}}, "--finetune.teacher_weight needs --teacher"),
-        ({"teacher": "encoder"}, "has no head for a task, so it labels nothing"),
+        ({"unlabeled": "u.tsv"}, "--unlabeled: needs --teacher"),
+        ({"overrides": QUICK | {"finetune.teacher_weight": "0.5"}}, "--finetune.teacher_weight: needs --teacher"),
+        ({"teacher": "encoder"}, "has no task head, so it cannot label examples"),
         ({"teacher": "missing"}, "no such folder"),
-        ({"teacher": "sst2", "task": "mrpc"}, "reads single texts, and the examples are pairs"),
-        ({"teacher": "sst2", "task": None}, "is for one task; choose it with --task"),
+        ({"teacher": "sst2", "task": "mrpc"}, "reads single texts, but the examples are pairs"),
+        ({"teacher": "sst2", "task": None}, "is for a single task; choose it with --task"),
         ({"teacher": "sst2", "unlabeled": "empty.tsv"}, "empty"),
     ],
 )
-def test_what_cannot_teach_is_refused_in_a_line(finetuned, encoder_folder, glue_folder, tmp_path, change, message):
+def test_unusable_teacher_is_refused_in_one_line(finetuned, encoder_folder, glue_folder, tmp_path, change, message):
     places = {"sst2": finetuned[0] / "sst2/seed-0/model", "encoder": encoder_folder, "missing": tmp_path / "missing"}
     (tmp_path / "empty.tsv").write_text("")
     arguments = {"task": "sst2", "glue": glue_folder, "overrides": QUICK} | change
@@ -305,28 +309,28 @@ def test_what_cannot_teach_is_refused_in_a_line(finetuned, encoder_folder, glue_
 
 
 @pytest.mark.parametrize("ending", ["QuestionAnswering", "Model"])
-def test_a_model_of_transformers_that_labels_nothing_is_refused(tmp_path, ending):
-    """A class with another head would begin with random weights."""
+def test_transformers_model_without_task_head_is_refused(tmp_path, ending):
+    """Loading it in a class with another head would give random weights."""
     name = "BertModel" if ending == "Model" else f"BertFor{ending}"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [name]}))
     with pytest.raises(InputError, match="fine-tune it"):
         Teacher(tmp_path, tmp_path / "kept", torch.device("cpu"))
 
 
-def test_several_files_follow_one_option():
+def test_unlabeled_option_takes_several_files():
     words = ["finetune", "run", "--unlabeled", "a.tsv", "b.csv", "--out", "out", "--unlabeled=c.txt"]
     options = build_parser().parse(words)
     assert [*map(str, options.unlabeled)] == ["a.tsv", "b.csv", "c.txt"] and str(options.model) == "run"
 
 
-def test_questions_have_no_teacher(classifier, encoder_folder, squad_folder, tmp_path):
-    with pytest.raises(InputError, match="--teacher is not for question-answering"):
+def test_question_answering_refuses_teacher(classifier, encoder_folder, squad_folder, tmp_path):
+    with pytest.raises(InputError, match="--teacher: not supported for question-answering"):
         ef.finetune(encoder_folder, task="squad1", squad=squad_folder, out=tmp_path, teacher=classifier)
 
 
 @pytest.mark.slow
-def test_a_teacher_works_with_the_other_options(classifier, encoder_folder, tmp_path, write_rows):
-    """Folds, twins, weights of classes, calibration, texts in memory; and a second call trains nothing."""
+def test_teacher_combines_with_other_options(classifier, encoder_folder, tmp_path, write_rows):
+    """Folds, untrained baselines, class weights, calibration, texts in memory; a second call trains nothing."""
     rows = [{"text": text, "label": str(label)} for text, label in sentences(40)]
     extra = [{"text": text, "label": "unknown"} for text, _ in [*sentences(12, 3), *sentences(2)]]
     arguments = {"task": "classification", "train": write_rows(rows), "folds": 2, "untrained_twin": True, "seeds": 2}
@@ -337,16 +341,16 @@ def test_a_teacher_works_with_the_other_options(classifier, encoder_folder, tmp_
     assert {"alone", "teacher", "untrained", "seconds_per_thousand"} <= first.keys() and len(first["runs"]) == 4
     assert ef.finetune(encoder_folder, **arguments)["classification"] == first
     assert "teacher" in (tmp_path / "out/classification/report.md").read_text()
-    with pytest.raises(InputError, match="was made with other unlabeled examples"):
+    with pytest.raises(InputError, match="was trained with other unlabeled examples"):
         ef.finetune(encoder_folder, **arguments | {"unlabeled": extra[:5]})
-    with pytest.raises(InputError, match="was made with a teacher"):
+    with pytest.raises(InputError, match="was trained with a teacher"):
         ef.finetune(encoder_folder, **{k: v for k, v in arguments.items() if k not in ("teacher", "unlabeled")})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
 @pytest.mark.parametrize("ending", ["SequenceClassification", "TokenClassification"])
-def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, tiny_vocab, family, ending):
+def test_transformers_teacher_equals_transformers(tmp_path, tiny_vocab, family, ending):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     if family == "DistilBert":
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
@@ -359,22 +363,22 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, tiny_vocab, 
     model.save_pretrained(tmp_path)
     tokenizer = transformers.BertTokenizerFast(vocab_file=str(tiny_vocab), model_max_length=10**30)
     tokenizer.save_pretrained(tmp_path)
-    found = HuggingFaceModel(tmp_path, torch.device("cpu"))
+    teacher = HuggingFaceModel(tmp_path, torch.device("cpu"))
     texts = [text for text, _ in sentences(6)] + ["name " * 100]
     length = 39 if family == "Roberta" else 40
     if ending == "SequenceClassification":
         split = named_split([(text,) for text in texts])
-        for text, own in zip(texts, found.outputs_of(split), strict=True):
+        for text, outputs in zip(texts, teacher.outputs_of(split), strict=True):
             with torch.no_grad():
                 inputs = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
                 inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-                torch.testing.assert_close(torch.tensor(own), model(**inputs).logits[0], rtol=1e-4, atol=1e-4)
-        assert found.kind == "classification"
+                torch.testing.assert_close(torch.tensor(outputs), model(**inputs).logits[0], rtol=1e-4, atol=1e-4)
+        assert teacher.kind == "classification"
         return
-    assert found.kind == "tagging"
+    assert teacher.kind == "tagging"
     words = [places_of(text.split()) for text in texts]
     split = named_split([(text,) for text in texts], words=words)
-    answers = iter(found.outputs_of(split))
+    answers = iter(teacher.outputs_of(split))
     for text in texts:
         encoding = tokenizer(
             text.split(), is_split_into_words=True, truncation=True, max_length=length, return_tensors="pt"
@@ -383,8 +387,8 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, tiny_vocab, 
             logits = model(input_ids=encoding["input_ids"]).logits[0]
         places = encoding.word_ids()
         for number in range(len(text.split())):
-            own = torch.tensor(next(answers))
+            outputs = torch.tensor(next(answers))
             if number in places:
-                torch.testing.assert_close(own, logits[places.index(number)], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(outputs, logits[places.index(number)], rtol=1e-4, atol=1e-4)
             else:
-                assert own.isnan().all()
+                assert outputs.isnan().all()

@@ -1,4 +1,4 @@
-"""What question answering and tagging have in common: folders, commands and mistakes."""
+"""Folders, commands and errors of question answering and tagging."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ import electra_fast as ef
 
 @pytest.fixture(scope="module")
 def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
-    """A function that fine-tunes an encoder with a head, once, and gives the arguments of `finetune` and its output."""
+    """Returns a cached function that fine-tunes a head; it returns the arguments and the output folder."""
 
     @functools.cache
     def trained(task, architecture, head):
@@ -41,7 +41,7 @@ def trained(tiny_vocab, squad_folder, conll_folder, tmp_path_factory):
         ("tagging", "deberta", "published"),
     ],
 )
-def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeypatch, task, architecture, head):
+def test_all_heads_are_saved_and_loaded(trained, squad_folder, tmp_path, monkeypatch, task, architecture, head):
     arguments, original = trained(task, architecture, head)
     folder = shutil.copytree(original, tmp_path / "out") / task / "seed-0"
     reader = ef.load(folder / "model")
@@ -55,27 +55,29 @@ def test_every_head_survives_its_folder(trained, squad_folder, tmp_path, monkeyp
     else:
         sentences = [tokens for tokens, _ in tagged_sentences(20, 1, (3, 70))]
         lines = (folder / "predictions.dev.jsonl").read_text().splitlines()
-        assert [each["tags"] for each in reader.predict(sentences)] == [json.loads(line)["tags"] for line in lines]
+        assert [prediction["tags"] for prediction in reader.predict(sentences)] == [
+            json.loads(line)["tags"] for line in lines
+        ]
     result = json.loads((folder / "result.json").read_text())
     result["splits"]["dev"]["content"] = "other"
-    del result["files"], result["checksum"]  # as of a version without them
+    del result["files"], result["checksum"]  # like an earlier version
     (folder / "result.json").write_text(json.dumps(result))
     ef.finetune(task=task, out=tmp_path / "out", **arguments)
     rescored = json.loads((folder / "result.json").read_text())
     assert numbers(rescored) == pytest.approx(numbers(result), rel=1e-4)
     assert rescored.get("temperature") == result.get("temperature")
     assert ("temperature" in result) == (task == "tagging")
-    if not torch.cuda.is_available():  # and can be measured
+    if not torch.cuda.is_available():  # a CPU's precision is measured
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
         assert ef.load(folder / "model").note.startswith("precision = auto: ")
 
 
 def numbers(result):
-    """The scores of dev; some entries are text."""
-    return {name: each for name, each in result["splits"]["dev"]["scores"].items() if not isinstance(each, str)}
+    """Returns the numeric validation scores."""
+    return {name: value for name, value in result["splits"]["dev"]["scores"].items() if not isinstance(value, str)}
 
 
-def test_a_model_of_another_task_is_named(trained, squad_folder, tmp_path):
+def test_model_of_another_task_is_refused(trained, squad_folder, tmp_path):
     (tmp_path / "lines.txt").write_text("a line\n")
     questions = squad_folder / "dev-v1.1.json"
     lines = tmp_path / "lines.txt"
@@ -86,7 +88,7 @@ def test_a_model_of_another_task_is_named(trained, squad_folder, tmp_path):
             assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr
 
 
-def test_errors_in_text_from_the_command_line(whole_run, tmp_path):
+def test_detect_command(whole_run, tmp_path):
     (tmp_path / "lines.txt").write_text("A method of teh class.\n\nנame 😀\n")
     command = ("detect", whole_run, tmp_path / "lines.txt")
     run = in_process.run(*command, "--threshold", "0")
@@ -95,6 +97,6 @@ def test_errors_in_text_from_the_command_line(whole_run, tmp_path):
     assert [word["text"] for word in first["errors"]] == ["A", "method", "of", "teh", "class", "."]
     assert (empty["score"], empty["words"]) == (0.0, [])
     assert all("נame 😀"[word["start"] : word["end"]] == word["text"] for word in last["words"])
-    for option, message in (("--threshold", "threshold is 2"), ("--n-best", "")):
+    for option, message in (("--threshold", "threshold = 2"), ("--n-best", "")):
         run = in_process.run(*command, option, "2")
         assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and message in run.stderr

@@ -1,4 +1,4 @@
-"""`reproduce` as a user runs it: killed at any moment it ends with the same table; what it refuses and reports."""
+"""`reproduce` as a user runs it: a killed call resumes to the same table; errors are reported."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ def arguments(corpus, glue, out, experiment="tying", budget="9e9", **options):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, tiny_text, tiny_vocab):
-    """A corpus with so little validation text that evaluation takes a second."""
+    """A corpus with little validation text, so that an evaluation takes a second."""
     folder = tmp_path_factory.mktemp("corpus") / "shards"
     ef.prepare(iter(tiny_text), vocab=str(tiny_vocab), out=folder, holdout=0.02, progress=False)
     return folder
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory, tiny_text, tiny_vocab):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, corpus, glue_folder):
-    """A comparison that nobody disturbed."""
+    """An uninterrupted comparison."""
     out = tmp_path_factory.mktemp("reproduce") / "out"
     done = run(*arguments(corpus, glue_folder, out), "--json")
     assert done.returncode == 0, done.stderr
@@ -50,11 +50,11 @@ def whole(tmp_path_factory, corpus, glue_folder):
 
 def without_times(value):
     if isinstance(value, dict):
-        return {name: without_times(each) for name, each in value.items() if name != "seconds"}
-    return [without_times(each) for each in value] if isinstance(value, list) else value
+        return {name: without_times(entry) for name, entry in value.items() if name != "seconds"}
+    return [without_times(entry) for entry in value] if isinstance(value, list) else value
 
 
-def test_leaves_table_results_and_picture(whole):
+def test_writes_table_results_and_plot(whole):
     out, done = whole
     results = json.loads(done.stdout)
     assert results == json.loads((out / "results.json").read_text())
@@ -63,29 +63,29 @@ def test_leaves_table_results_and_picture(whole):
     assert "| embeddings tied |" in text and "84.4" in text
     assert "FLOPs; run 3 of 3" in done.stderr and done.stderr.count("; all runs: eta 0:0") == 3
     for row in results["rows"]:
-        (found,) = row["runs"]
-        assert set(found["tasks"]) == {"sst2", "mrpc"} and 0 <= row["mean"] <= 100
-        assert found["score"] == pytest.approx(50 * sum(task["median"] for task in found["tasks"].values()))
+        (row_run,) = row["runs"]
+        assert set(row_run["tasks"]) == {"sst2", "mrpc"} and 0 <= row["mean"] <= 100
+        assert row_run["score"] == pytest.approx(50 * sum(task["median"] for task in row_run["tasks"].values()))
     corruptions = {row["runs"][0]["evaluation"]["corruption"] for row in results["rows"]}
-    assert len(corruptions) == 1  # the same fakes for all
+    assert len(corruptions) == 1  # the same replacements for all rows
     assert not list(out.glob("runs/*/tasks"))  # no fine-tuned models are kept
     precisions = {Config.load(path).train.precision for path in out.glob("runs/*/run/config.toml")}
-    assert precisions == {common_precision("cpu")}  # one for all
+    assert precisions == {common_precision("cpu")}  # the same for all rows
 
 
-def test_run_again_it_has_nothing_to_do_and_says_the_same(whole, corpus, glue_folder):
+def test_second_call_trains_nothing_and_prints_same_table(whole, corpus, glue_folder):
     out, done = whole
     before = {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")}
     again = run(*arguments(corpus, glue_folder, out))
     assert again.stdout.strip() == (out / "table.md").read_text().strip()
     assert json.loads((out / "results.json").read_text()) == json.loads(done.stdout)
-    assert {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")} == before  # no run has begun
+    assert {path: path.stat().st_mtime_ns for path in out.glob("runs/**/*")} == before  # no run was started
     other = run(*arguments(corpus, glue_folder, out, budget="1.3e10"))
     assert other.returncode == 2 and "asked.budget was 9000000000.0 and is now 13000000000.0" in other.stderr
 
 
 @pytest.mark.process
-def test_stopped_between_rows_it_ends_with_the_same_table(whole, corpus, glue_folder, tmp_path):
+def test_stopped_between_rows_gives_same_table(whole, corpus, glue_folder, tmp_path):
     words = arguments(corpus, glue_folder, tmp_path / "out")
     runs = tmp_path / "out" / "runs"
     process = subprocess.Popen([sys.executable, "-m", "electra_fast", *words], stderr=subprocess.DEVNULL)
@@ -100,9 +100,7 @@ def test_stopped_between_rows_it_ends_with_the_same_table(whole, corpus, glue_fo
     assert without_times(ours) == without_times(theirs)
 
 
-def test_more_seeds_are_more_runs_and_failed_ones_are_named_while_others_continue(
-    corpus, glue_folder, tmp_path, monkeypatch
-):
+def test_more_seeds_add_runs_and_failures_are_reported(corpus, glue_folder, tmp_path, monkeypatch):
     trained = []
 
     def run_row(folder, config, *_):
@@ -124,7 +122,7 @@ def test_more_seeds_are_more_runs_and_failed_ones_are_named_while_others_continu
     assert "all weights tied, seed 1: the loss became nan" in (tmp_path / "out/table.md").read_text()
 
 
-def test_a_row_that_diverges_is_a_result(corpus, glue_folder, tmp_path):
+def test_diverged_run_is_recorded(corpus, glue_folder, tmp_path):
     changes = {"data.corpus": str(corpus), "data.sequence_length": "16", "train.batch_size": "4", "train.steps": "6"}
     changes |= {"train.log_every": "2", "train.precision": "fp32", "train.eval_every": "0"}
     changes |= {"optimizer.learning_rate": "1e30", "optimizer.clip_norm": "0"}
@@ -133,40 +131,40 @@ def test_a_row_that_diverges_is_a_result(corpus, glue_folder, tmp_path):
 
 
 @pytest.mark.process
-def test_minutes_become_a_budget_that_a_resumed_call_keeps(validation_corpus, tmp_path):
+def test_minutes_become_budget_that_resumed_call_keeps(validation_corpus, tmp_path):
     base = base_config(Config.preset("tiny", "modern"), ef.Corpus(validation_corpus), {}, "fp32")
     first = make_experiment("tying", base, {}).rows[0].config
-    asked = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
-    facts = reproduce._settle(tmp_path, asked, first)
+    identity = {"experiment": "tying", "asked": {"budget": None, "minutes": 2.5}}
+    facts = reproduce._resolve_budget(tmp_path, identity, first)
     assert facts["flops_per_second"] > 1e8
-    assert facts["budget"] == pytest.approx(150 * facts["flops_per_second"], rel=0.05)  # two digits of it
+    assert facts["budget"] == pytest.approx(150 * facts["flops_per_second"], rel=0.05)  # rounded to two digits
     (tmp_path / IDENTITY).write_text(json.dumps(facts))
-    assert reproduce._settle(tmp_path, asked, first) == facts == read_object(tmp_path / IDENTITY)
+    assert reproduce._resolve_budget(tmp_path, identity, first) == facts == read_object(tmp_path / IDENTITY)
     with pytest.raises(InputError, match=r"asked.minutes was 2.5 and is now 3"):
-        reproduce._settle(tmp_path, asked | {"asked": {"budget": None, "minutes": 3}}, first)
+        reproduce._resolve_budget(tmp_path, identity | {"asked": {"budget": None, "minutes": 3}}, first)
 
 
-def test_bad_input_is_one_line_before_anything_is_trained(corpus, tiny_corpus, glue_folder, whole_run, tmp_path):
+def test_argument_errors_are_one_line_before_training(corpus, tiny_corpus, glue_folder, whole_run, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes").write_text("something")
     long_rows = {"--data.sequence_length": 256, "--model.max_positions": 256}
     for options, message in (
-        ({"--minutes": 1}, "give one of --budget FLOPS and --minutes M"),
-        ({"budget": None}, "give one of --budget FLOPS and --minutes M"),
-        ({"--seeds": 0}, "--seeds 0: must be above 0"),
+        ({"--minutes": 1}, "pass either --budget FLOPS or --minutes M"),
+        ({"budget": None}, "pass either --budget FLOPS or --minutes M"),
+        ({"--seeds": 0}, "--seeds = 0: must be above 0"),
         ({"corpus": tiny_corpus}, "prepare the text with --holdout"),
-        ({"glue": tmp_path, "--task": "glue"}, "without --task, --glue DIR takes all"),
+        ({"glue": tmp_path, "--task": "glue"}, "without --task, --glue DIR uses all"),
         ({"--task": "rte"}, "RTE"),
-        ({"budget": "1e6"}, "a budget of 1e+06 FLOPs is 0 steps of tying-none"),
+        ({"budget": "1e6"}, "--budget 1e+06: is 0 steps of tying-none"),
         ({"experiment": "tieing"}, "did you mean tying?"),
         ({"--finetune.epoch": 3}, "did you mean --finetune.epochs?"),
         ({"--corrupted-by": tmp_path / "nowhere"}, "no such folder"),
-        ({"--corrupted-by": whole_run, "budget": "3e11", **long_rows}, "reads 128 tokens, and the rows have 256"),
-        ({"out": foreign}, "holds notes, but no reproduce.json"),
+        ({"--corrupted-by": whole_run, "budget": "3e11", **long_rows}, "reads 128 tokens, but the rows have 256"),
+        ({"out": foreign}, "contains notes, but no reproduce.json"),
     ):
-        given = {"corpus": corpus, "glue": glue_folder, "out": tmp_path / "out"} | options
-        done = run(*arguments(**given))
+        call = {"corpus": corpus, "glue": glue_folder, "out": tmp_path / "out"} | options
+        done = run(*arguments(**call))
         assert done.returncode == 2 and done.stdout == "" and message in done.stderr, (message, done.stderr)
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out" / "runs").exists()

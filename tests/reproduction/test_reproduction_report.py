@@ -1,4 +1,4 @@
-"""The report of a comparison: means and margins against scipy, the table, the picture."""
+"""The report of a comparison: means and margins (compared with scipy), table and plot."""
 
 import json
 import statistics
@@ -9,7 +9,7 @@ from scipy import stats
 
 from electra_fast.config.config import Config
 from electra_fast.reproduction.experiments import Claim, make_experiment
-from electra_fast.reproduction.report import judge, summarize, table, write_report
+from electra_fast.reproduction.report import assess, summarize, table, write_report
 
 FACTS = {
     **{"experiment": "tying", "overrides": {}, "corpus": "0" * 16, "finetune_seeds": 1, "asked": {}, "other": 0},
@@ -36,50 +36,50 @@ def summary(runs, name="tying"):
     return summarize(experiment, FACTS | {"sizes": sizes}, runs)
 
 
-def test_scores_are_means_over_tasks_and_deviations_over_seeds():
-    found = summary({"tying-none": [run(0, 0.1, 0.5, 0.6), run(1, 0.2, 0.6, 0.8), run(2, 0.15, 0.7)]})
-    row = found["rows"][0]
+def test_means_over_tasks_and_deviations_over_seeds():
+    comparison = summary({"tying-none": [run(0, 0.1, 0.5, 0.6), run(1, 0.2, 0.6, 0.8), run(2, 0.15, 0.7)]})
+    row = comparison["rows"][0]
     scores = [30.0, 40.0, 42.5]
-    assert [each["score"] for each in row["runs"]] == pytest.approx(scores)
+    assert [row_run["score"] for row_run in row["runs"]] == pytest.approx(scores)
     assert row["mean"] == pytest.approx(37.5) and row["sd"] == pytest.approx(statistics.stdev(scores))
     assert row["tasks"]["cola"] == pytest.approx({"mean": 15.0, "sd": 5.0})
     assert row["evaluation"]["discriminator_auc"]["mean"] == pytest.approx(0.7)
     assert row["evaluation"]["mlm_accuracy"] == {"mean": None, "sd": None}
-    assert found["rows"][1]["mean"] is None and found["rows"][1]["runs"] == []
+    assert comparison["rows"][1]["mean"] is None and comparison["rows"][1]["runs"] == []
 
 
-def test_the_verdict_is_that_of_a_t_test():
-    """Of two rows, the pooled interval is that of scipy's two-sample test."""
+def test_verdict_equals_t_test():
+    """For two rows, the pooled interval equals the interval of scipy's two-sample test."""
     rng = np.random.default_rng(0)
     for gap in (0.0, 0.5, 1.0, 3.0, -3.0):
-        ours = rng.normal(gap, 1, 4).tolist()
-        theirs = rng.normal(0, 1, 3).tolist()
-        found = judge(Claim("", {"a": 1.0, "b": -1.0}), {"a": ours, "b": theirs})
-        test = stats.ttest_ind(ours, theirs)
+        first = rng.normal(gap, 1, 4).tolist()
+        second = rng.normal(0, 1, 3).tolist()
+        verdict = assess(Claim("", {"a": 1.0, "b": -1.0}), {"a": first, "b": second})
+        test = stats.ttest_ind(first, second)
         interval = test.confidence_interval(0.95)
-        assert found["difference"] - found["margin"] == pytest.approx(interval.low)
-        assert found["difference"] + found["margin"] == pytest.approx(interval.high)
+        assert verdict["difference"] - verdict["margin"] == pytest.approx(interval.low)
+        assert verdict["difference"] + verdict["margin"] == pytest.approx(interval.high)
         expected = "undecided" if test.pvalue > 0.05 else "agrees" if test.statistic > 0 else "disagrees"
-        assert found["verdict"] == expected
+        assert verdict["verdict"] == expected
     assert {
-        judge(Claim("", {"a": 1.0, "b": -1.0}), {"a": [x, x + 0.1], "b": [0, 0.1]})["verdict"] for x in (-3, 0, 3)
+        assess(Claim("", {"a": 1.0, "b": -1.0}), {"a": [x, x + 0.1], "b": [0, 0.1]})["verdict"] for x in (-3, 0, 3)
     } == {*("agrees", "undecided", "disagrees")}
 
 
-def test_other_rows_sharpen_the_variance_weights_enter_squared_and_one_seed_decides_nothing():
+def test_pooled_variance_squared_weights_and_single_seed():
     scores = {"a": [1.0, 2.0], "b": [0.0, 1.0], "c": [5.0, 5.2, 5.4]}
-    found = judge(Claim("", {"a": 1.0, "b": -2.0, "c": 1.0}), scores)
+    verdict = assess(Claim("", {"a": 1.0, "b": -2.0, "c": 1.0}), scores)
     variance = (0.5 + 0.5 + 0.08) / 4  # sums of squares over 1 + 1 + 2 degrees of freedom
     error = (variance * (1 / 2 + 4 / 2 + 1 / 3)) ** 0.5
-    assert found["difference"] == pytest.approx(1.5 - 1.0 + 5.2)
-    assert found["margin"] == pytest.approx(stats.t.ppf(0.975, 4) * error)
+    assert verdict["difference"] == pytest.approx(1.5 - 1.0 + 5.2)
+    assert verdict["margin"] == pytest.approx(stats.t.ppf(0.975, 4) * error)
     claim = Claim("", {"a": 1.0, "b": -1.0})
     alone = {"claim": "", "difference": 8.0, "margin": None}
-    assert judge(claim, {"a": [9.0], "b": [1.0]}) == alone | {"verdict": "undecided"}
-    assert judge(claim, {"a": [9.0], "b": []})["verdict"] == "not measured"
+    assert assess(claim, {"a": [9.0], "b": [1.0]}) == alone | {"verdict": "undecided"}
+    assert assess(claim, {"a": [9.0], "b": []})["verdict"] == "not measured"
 
 
-def test_the_table_says_what_failed_and_what_is_missing():
+def test_table_shows_failed_and_missing_runs():
     runs = {
         "tying-none": [run(0, 0.1, 0.5), {"seed": 1, "failed": "the loss became nan"}],
         "tying-all": [run(0, 0.3, 0.6)],
@@ -95,7 +95,7 @@ def test_the_table_says_what_failed_and_what_is_missing():
 
 
 @pytest.mark.parametrize(("name", "seeds"), [("objectives", 1), ("generators", 3), ("tying", 0), ("sizes", 3)])
-def test_writes_the_picture_whatever_is_finished(name, seeds, tmp_path):
+def test_plot_of_incomplete_comparison(name, seeds, tmp_path):
     experiment = made(name)
     runs = {row.name: [run(seed, 0.1 + seed / 50, 0.5) for seed in range(seeds)] for row in experiment.rows[:-1]}
     results = summary(runs, name)

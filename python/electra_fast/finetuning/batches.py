@@ -1,9 +1,9 @@
 """Batches packed into rows without padding, the order in which training reads examples, and their targets.
 
-A batch's examples lie one after another in the flat buffer of tokens that the encoder reads, as segments of a few
-rows of nearly equal length. Everything here is numpy; `model.Inputs` makes tensors of it.
+A batch's examples are contiguous in the flat token buffer that the encoder reads: they are segments of a few rows of
+nearly equal length. Everything here is numpy; `model.Inputs` converts it to tensors.
 
-Shapes: n examples, R rows, L row length, S segments (a row's padding is one).
+Shapes: n examples, R rows, L row length, S segments (a row's padding counts as one).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from numpy.typing import NDArray
 from electra_fast.finetuning.config import FinetuneSection
 from electra_fast.finetuning.encoding import EncodedExamples, Ints, join_encoded
 
-# Length of the published code's shuffle buffer.
+# Length of the shuffle buffer in the published code.
 SHUFFLE_BUFFER = 100
-# Length of a row: at least this many tokens and examples of average length. On a CPU all tokens of a row attend to each
-# other and are masked afterwards, so long rows cost more; but rows of few examples have unequal lengths.
+# A row is long enough for this many tokens and for this many examples of average length. On a CPU, attention computes
+# the scores of all tokens of a row before masking, so long rows cost more; rows of few examples have unequal lengths.
 ROW_TOKENS = 64
 ROW_EXAMPLES = 3
-# Mean length from which all examples of a part are in one row, without padding, where attention computes only scores
-# within examples.
+# If attention computes only the scores within examples, examples of at least this mean length share one row per part.
 LONG_EXAMPLES = 32
-# If all examples have about the same length, rows of fewer examples do too, up to this many tokens.
+# Examples of about the same length need fewer per row for rows of equal length: rows have up to this many tokens.
 LONG_ROW = 192
-# Static batches have a multiple of this many rows: a larger one makes fewer graphs and more padding.
+# Static batches have a multiple of this many rows. A larger number means fewer graphs and more padding.
 ROW_MULTIPLE = 4
 
 
@@ -41,7 +40,7 @@ def num_steps(config: FinetuneSection, num_examples: int) -> int:
 
 
 def evaluation_steps(config: FinetuneSection, num_examples: int) -> frozenset[int]:
-    """Returns the steps, counted from 1, after which the model is evaluated: the last one always."""
+    """Returns the steps, counted from 1, that end with an evaluation; the last step always does."""
     total = num_steps(config, num_examples)
     per_epoch = math.ceil(num_examples / config.batch_size)
     interval = max(1.0, per_epoch / config.evals_per_epoch) if config.evals_per_epoch else math.inf
@@ -49,11 +48,11 @@ def evaluation_steps(config: FinetuneSection, num_examples: int) -> frozenset[in
 
 
 def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Ints:
-    """Returns the examples of each step, int64 [steps, batch_size]; -1 for none.
+    """Returns the indices of the examples of each step, int64 [steps, batch_size]; -1 is padding.
 
-    `shuffle`: each epoch has a new order, and its last batch what is left. `buffer`, as in the published code: one
-    order, padded to whole batches, repeated, and read through a buffer of 100; each draw takes one at random and puts
-    the next in its place, so that epochs overlap at their ends.
+    `shuffle`: each epoch has a new order, and its last batch has the remaining examples. `buffer`, as in the published
+    code: one order, padded to whole batches and repeated, is read through a shuffle buffer of 100 examples. Each draw
+    takes a random entry and replaces it with the next example, so adjacent epochs overlap.
     """
     random = np.random.Generator(np.random.PCG64([seed, num_examples]))
     steps = num_steps(config, num_examples)
@@ -67,11 +66,11 @@ def training_order(config: FinetuneSection, num_examples: int, seed: int) -> Int
     if config.order == "shuffle":
         order = np.concatenate([epoch() for _ in range(math.ceil(total / per_epoch))])[:total]
     else:
-        order = _through_buffer(np.resize(epoch(), total + SHUFFLE_BUFFER), random)
+        order = _shuffle_through_buffer(np.resize(epoch(), total + SHUFFLE_BUFFER), random)
     return order.reshape(steps, config.batch_size)
 
 
-def _through_buffer(stream: Ints, random: np.random.Generator) -> Ints:
+def _shuffle_through_buffer(stream: Ints, random: np.random.Generator) -> Ints:
     total = len(stream) - SHUFFLE_BUFFER
     buffer = stream[:SHUFFLE_BUFFER].tolist()
     out = np.empty(total, np.int64)
@@ -90,11 +89,11 @@ class PackedBatch:
     Args:
         columns: The model's input, int32 [5, R, L]: token ids, 0 on padding; token types; each token's position in its
             example; segments, 1, 2, ... for the examples of a row and 0 on padding; and owners, the index in
-            `examples` of a token's example, or their number on padding.
-        cu_seqlens: Cumulative lengths of the segments, a row's padding being one; int32 [S + 1].
+            `examples` of a token's example, or the length of `examples` on padding.
+        cu_seqlens: Cumulative lengths of the segments; a row's padding is a segment; int32 [S + 1].
         first_tokens: Index of each example's [CLS] in the flat buffer of R * L tokens; int64 [n].
         second_starts: Position in each example at which its second text starts, 0 if not recorded; int64 [n].
-        examples: Index of each example into the batch; -1 for none; int64 [n].
+        examples: Index of each example in the batch, -1 for an empty example; int64 [n].
         sources: Index of each token in `EncodedExamples.ids`, -1 on padding; int64 [R, L].
         longest: Tokens of the longest example.
         num_tokens: Tokens without padding.
@@ -118,13 +117,13 @@ def pack(
     are_alike: bool = False,
     in_one_row: bool = False,
 ) -> list[PackedBatch]:
-    """Packs examples into `num_parts` batches of about equally many tokens, each in rows of about equal length.
+    """Packs examples into `num_parts` batches with about the same number of tokens, in rows of about equal length.
 
-    If there are fewer examples than parts, each example is one part. With `are_alike`, examples have about the same
-    length, and each long one gets its own row. With `in_one_row`, attention computes only scores within examples, so
-    that examples of more than a few tokens need no rows (`computes_segments`).
+    If there are fewer examples than parts, each example is one part. `are_alike`: the examples have about the same
+    length, and each long one gets a separate row. `in_one_row`: attention computes only the scores within examples
+    (`computes_segments`), so examples of more than a few tokens can share one row.
     """
-    from electra_fast.ops.cpu_ops import MAX_ROW  # imports torch, and models in ONNX need no batches of rows
+    from electra_fast.ops.cpu_ops import MAX_ROW  # imports torch, which ONNX models do without
 
     lengths = encoded.lengths[examples]
     num_parts = min(num_parts, len(examples))
@@ -137,16 +136,16 @@ def pack(
     rows_per_part = max(1, round(len(examples) / row_examples / num_parts))
     if in_one_row and mean >= LONG_EXAMPLES and lengths.max() <= MAX_ROW:
         rows_per_part = 1
-    rows = _balanced(lengths, num_parts * rows_per_part)
-    parts = (rows[part::num_parts] for part in range(num_parts))
-    return [_packed(encoded, examples, own, max(int(lengths[row].sum()) for row in own)) for own in parts]
+    rows = _balance(lengths, num_parts * rows_per_part)
+    parts = (rows[number::num_parts] for number in range(num_parts))
+    return [_fill_rows(encoded, examples, part, max(int(lengths[row].sum()) for row in part)) for part in parts]
 
 
 def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_examples: int) -> PackedBatch:
-    """Packs examples into rows of one length, so that all arrays have one of a few shapes, as CUDA graphs need.
+    """Packs examples into rows of one length, so that arrays have only a few different shapes, as CUDA graphs require.
 
-    The number of rows is a multiple of `ROW_MULTIPLE`. Fewer than `num_examples` examples are padded with empty ones
-    at the first token, and offsets with empty segments.
+    The number of rows is a multiple of `ROW_MULTIPLE`. Arrays are padded to `num_examples` with empty examples at the
+    first token, and `cu_seqlens` with empty segments.
     """
     lengths = encoded.lengths[examples]
     rows: list[list[int]] = []
@@ -160,7 +159,7 @@ def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_e
         rows[row].append(item)
         room[row] -= length
     rows += [[] for _ in range(-len(rows) % ROW_MULTIPLE or (0 if rows else ROW_MULTIPLE))]
-    packed = _packed(encoded, examples, rows, row_length)
+    packed = _fill_rows(encoded, examples, rows, row_length)
     missing = num_examples - len(examples)
     num_ends = num_examples + len(rows) + 1
     ends = np.full(num_ends, len(rows) * row_length, np.int32)
@@ -178,8 +177,8 @@ def pack_static(encoded: EncodedExamples, examples: Ints, row_length: int, num_e
     )
 
 
-def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
-    """Spreads items over rows, the longest first, each into the then shortest row; drops empty rows."""
+def _balance(lengths: Ints, num_rows: int) -> list[list[int]]:
+    """Assigns items to rows, longest item first, each to the shortest row so far; drops empty rows."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     heap = [(0, row) for row in range(num_rows)]
     for item in np.argsort(-lengths, kind="stable").tolist():
@@ -189,7 +188,7 @@ def _balanced(lengths: Ints, num_rows: int) -> list[list[int]]:
     return [row for row in rows if row]
 
 
-def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], width: int) -> PackedBatch:
+def _fill_rows(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], width: int) -> PackedBatch:
     lengths = encoded.lengths[examples]
     items = [item for row in rows for item in row]
     columns = np.zeros((5, len(rows), width), np.int32)
@@ -231,9 +230,9 @@ def _packed(encoded: EncodedExamples, examples: Ints, rows: list[list[int]], wid
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The examples of a step, or of one process' part: tokens, targets, and weights in the loss.
+    """The examples of a step, or of one process's part: tokens, targets, and weights in the loss.
 
-    With a teacher also its answers; the weights are then those of the labels and of the answers.
+    With a teacher, `answers` has its outputs, and `weights` has two rows: of the labels and of the answers.
     """
 
     packed: PackedBatch
@@ -244,7 +243,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's examples in one part per process. The seed and the step's number decide the dropout masks."""
+    """A step's examples, one part per process. The seed and the step number determine the dropout masks."""
 
     parts: list[TrainingBatch]
     seed: int
@@ -252,10 +251,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Tokenized training examples with their targets and weights in the loss, or `per_token` those of their tokens.
+    """Tokenized training examples with a target and a loss weight per example, or per token if `per_token`.
 
     A weight without a target is 0. `class_weights` are float64 [C]; None if all are 1. `notes` are for the user.
-    `answers` are a teacher's outputs, float32 [n, C]; there are then two rows of weights, of targets and of answers.
+    `answers` are a teacher's outputs, float32 [n, C]; `weights` then has two rows, of targets and of answers.
     """
 
     encoded: EncodedExamples
@@ -267,19 +266,19 @@ class TrainingSet:
     answers: NDArray[Any] | None = None
 
     def taught(self, answers: NDArray[Any], unlabeled: TrainingSet | None, weight: float) -> TrainingSet:
-        """Returns these examples and unlabeled ones with a teacher's answers to all of them, NaN for none.
+        """Returns these examples and unlabeled ones with a teacher's answers to all of them; NaN if it has no answer.
 
-        A label's own weight is multiplied by 1 - `weight`. An answer has this weight, 1 where there is no label.
+        A label's weight is multiplied by 1 - `weight`. An answer weighs `weight`, or 1 for an unlabeled example.
         """
         others = [] if unlabeled is None else [unlabeled]
-        nothing = [np.zeros(len(each.weights)) for each in others]
+        nothing = [np.zeros(len(unlabeled_set.weights)) for unlabeled_set in others]
         of_labels = np.concatenate([(1 - weight) * self.weights, *nothing])
         of_answers = np.full(len(answers), 1.0)
         of_answers[: len(self.weights)] = weight
         return replace(
             self,
-            encoded=join_encoded([self.encoded, *(each.encoded for each in others)]),
-            targets=np.concatenate([self.targets, *(each.targets for each in others)]),
+            encoded=join_encoded([self.encoded, *(unlabeled_set.encoded for unlabeled_set in others)]),
+            targets=np.concatenate([self.targets, *(unlabeled_set.targets for unlabeled_set in others)]),
             weights=np.stack((of_labels, of_answers * ~np.isnan(answers).any(1))),
             answers=np.nan_to_num(answers.astype(np.float32)),
         )
@@ -291,17 +290,17 @@ class TrainingSet:
             for part in parts
         ]
         weights = [self.weights[..., place] * (place >= 0) for place in places]
-        total = sum(each.sum() for each in weights)
+        total = sum(part_weights.sum() for part_weights in weights)
         scale = total if reduction == "mean" and total > 0 else 1.0
         return StepBatch(
             [
                 TrainingBatch(
                     part,
                     self.targets[place],
-                    (each / scale).astype(np.float32),
+                    (part_weights / scale).astype(np.float32),
                     None if self.answers is None else self.answers[place],
                 )
-                for part, place, each in zip(parts, places, weights, strict=True)
+                for part, place, part_weights in zip(parts, places, weights, strict=True)
             ],
             seed,
         )

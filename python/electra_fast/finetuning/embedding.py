@@ -1,6 +1,6 @@
-"""`TextEncoder`: a vector per text, as sentence-transformers computes it with the same encoder.
+"""`TextEncoder`: one vector per text, equal to the vector of sentence-transformers with the same encoder.
 
-Shapes: n or N texts, T tokens of the flat buffer, D hidden.
+Shapes: n or N texts, T tokens in the flat buffer, D hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from electra_fast.progress import EncodingProgress
 
 
 class PooledEncoder(EncoderWithHead):
-    """An encoder whose predictions are a vector per text."""
+    """An encoder that predicts one vector per text."""
 
     def __init__(self, shape: ModelConfig, parts: nn.Module, pooling: Pooling) -> None:
         with torch.device("meta"):
@@ -47,7 +47,7 @@ class PooledEncoder(EncoderWithHead):
 
 
 class TextEncoder:
-    """A model that reads texts: its encoder on a device, with its tokenizer."""
+    """An encoder on a device, with its tokenizer."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TextEncoder:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a text that `encode` reads, [CLS] and [SEP] included."""
+        """Maximum number of tokens of a text that `encode` reads, including [CLS] and [SEP]."""
         return min(self._shape.max_positions, self._sentences.max_length or self._shape.max_positions)
 
     def encode(
@@ -79,21 +79,21 @@ class TextEncoder:
         normalize: bool = False,
         progress: bool = True,
     ) -> NDArray[np.float32]:
-        """Returns a vector per text, float32 [N, D], in their order; of a single text, [D].
+        """Returns one vector per text, float32 [N, D], in the order of the texts; for a single text, [D].
 
-        The vectors are those of sentence-transformers for the same folder or the export of this run, in fp32 unless the
-        model was loaded with another precision. Of a longer text, the first `max_length` tokens count. An encoder that
-        was not tuned for it, by `examples/search.py` or otherwise, is poor at comparing texts.
+        The vectors equal the output of sentence-transformers for the same folder or the export of this run. They are
+        computed in fp32 unless the model was loaded with another precision. Longer texts are truncated to `max_length`
+        tokens. An encoder is poor at comparing texts until it is tuned for that, for example by `examples/search.py`.
 
         Args:
-            texts: The texts: a list, a column of a table, or anything else that yields strings.
-            pooling: `mean` over all tokens, [CLS] and [SEP] among them, or `cls`, the hidden state of [CLS]. By default
-                the one that sentence-transformers saved with the model, or else `mean`.
-            normalize: Scale each vector to length 1, so that products are cosines.
-            progress: Show progress on standard error or in a notebook if it takes more than seconds.
+            texts: The texts: a list, a column of a table, or another iterable of strings.
+            pooling: `mean` over all tokens, including [CLS] and [SEP], or `cls`, the hidden state of [CLS]. The default
+                is the pooling that sentence-transformers saved with the model, or `mean`.
+            normalize: Scale each vector to length 1, so that dot products are cosines.
+            progress: Show progress on standard error or in a notebook if encoding takes more than a few seconds.
 
         Raises:
-            ValueError: `texts` are something else; the message names the first that is no string.
+            ValueError: `texts` is not an iterable of strings; the message names the first other item.
         """
         if isinstance(texts, str):
             vectors: NDArray[np.float32] = self.encode([texts], pooling=pooling, normalize=normalize, progress=False)[0]
@@ -106,15 +106,16 @@ class TextEncoder:
         read = [(text.lower(),) for (text,) in read] if self._sentences.lowercase else read
         encoded = encode(self.tokenizer, read, self.max_length)
         if encoded.num_truncated:
-            number = f"{encoded.num_truncated:,} of {len(texts):,} texts"
-            say(f"encode: {number} are longer than {self.max_length:,} tokens, and only their beginning is read")
+            truncated = f"truncated {encoded.num_truncated:,} of {len(texts):,} texts"
+            say(f"encode: {truncated} to the model's maximum of {self.max_length:,} tokens")
         vectors = np.empty((len(texts), self._shape.hidden_size), np.float32)
         with EncodingProgress("encode", len(encoded.ids), shown=progress) as shown:
             for examples, part, (tensor,) in self._inference_of(pooling).batches(encoded):
-                found = tensor.cpu().numpy()
+                batch_vectors = tensor.cpu().numpy()
                 if normalize or self._sentences.normalize:
-                    found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-                vectors[examples[part.examples]] = found
+                    norms = np.linalg.norm(batch_vectors, axis=1, keepdims=True)
+                    batch_vectors = batch_vectors / np.maximum(norms, 1e-12)
+                vectors[examples[part.examples]] = batch_vectors
                 shown.advance(part.num_tokens)
         return vectors
 
@@ -127,14 +128,14 @@ class TextEncoder:
 
 
 def checked_texts(texts: Any, caller: str) -> list[str]:
-    """Returns texts as a list. Raises InputError for anything else, naming the first that is not a text."""
+    """Returns texts as a list. Raises InputError that names the first item that is not a string."""
     if isinstance(texts, (str, bytes, Mapping)):
-        raise InputError(f"{caller} takes a list of texts; put a single one into a list")
+        raise InputError(f"{caller} takes a list of texts; put a single text into a list")
     if is_table(texts) and not isinstance(texts, (list, tuple)):
-        raise InputError(f"{caller} takes a list of texts; give one column of the table")
-    found = list(texts)
-    for number, text in enumerate(found):
+        raise InputError(f"{caller} takes a list of texts; pass one column of the table")
+    checked = list(texts)
+    for number, text in enumerate(checked):
         if not isinstance(text, str):
-            raise InputError(f"example {number} is {text!r}; it must be a text")
+            raise InputError(f"example {number} = {text!r}: must be a string")
         check_unicode(f"example {number}: ", text)
-    return found
+    return checked

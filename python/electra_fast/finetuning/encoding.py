@@ -1,7 +1,7 @@
-"""Tokenized examples: texts and pairs truncated to a length, or long texts as overlapping chunks.
+"""Tokenized examples: texts and pairs truncated to a maximum length, or long texts in overlapping chunks.
 
-Chunks are those of the published code (`finetune/qa/qa_tasks.py`). Question answering, tagging and error detection
-read them.
+The chunks are the same as in the published code (`finetune/qa/qa_tasks.py`). Question answering, tagging and error
+detection use them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from electra_fast.data.corpus import Pieces, Tokenizer
 from electra_fast.data.pair_template import BERT
 
 Ints = NDArray[Any]
-# Texts that are tokenized together.
+# Texts per call of the tokenizer.
 _CHUNK = 8192
 
 
@@ -28,10 +28,10 @@ class EncodedExamples:
 
     Args:
         ids: Token ids of all examples, concatenated, int32.
-        token_types: 1 for the second text and its [SEP], unless the tokenizer has 0 there too; else 0; int32.
-        offsets: Start of each example in them, and the end of the last; int64 [n + 1].
-        num_truncated: Number of examples that were too long.
-        empty: Indices of the examples without a token of text.
+        token_types: 1 for the second text and its [SEP], unless the tokenizer uses 0 there; otherwise 0; int32.
+        offsets: Start of each example in `ids`, and the end of the last one; int64 [n + 1].
+        num_truncated: Number of truncated examples.
+        empty: Indices of the examples without any text token.
         second_starts: Position in each example at which its second text starts, int64 [n]; None if no model needs it.
     """
 
@@ -51,7 +51,7 @@ class EncodedExamples:
 
 
 def join_encoded(parts: Sequence[EncodedExamples]) -> EncodedExamples:
-    """Returns the examples of all parts, whose `second_starts` are None."""
+    """Concatenates parts, whose `second_starts` must be None."""
     lengths = np.concatenate([part.lengths for part in parts])
     firsts = np.cumsum([0, *map(len, parts)])
     empty = (int(first) + index for first, part in zip(firsts, parts, strict=False) for index in part.empty)
@@ -67,9 +67,9 @@ def join_encoded(parts: Sequence[EncodedExamples]) -> EncodedExamples:
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: int) -> EncodedExamples:
     """Tokenizes examples of one or two texts each, truncated to `max_length` tokens.
 
-    In a pair, the longer text loses its last token until both fit; at a tie, the second does, as in the published code.
-    (`transformers` may leave one token more of the second instead of the first.) Texts are joined as the tokenizer
-    joins them (`Tokenizer.pair_template`), or as BERT's does if that is in another way.
+    In a pair, the last token of the longer text (of the second, if both are equally long) is removed until both fit, as
+    in the published code. (`transformers` may keep one more token of the second text and one less of the first.) Pairs
+    are joined by the tokenizer's template (`Tokenizer.pair_template`), or by BERT's if it is not supported.
     """
     template = tokenizer.pair_template or BERT
     special = tokenizer.special_tokens
@@ -83,13 +83,13 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: i
         chunk = texts[start : start + _CHUNK]
         parts = iter(tokenizer.encode_batch([text for example in chunk for text in example]))
         for index, example in enumerate(chunk, start):
-            own = [next(parts) for _ in example]
-            num_special = 2 if len(own) == 1 else template.num_special
-            lengths = _truncated_lengths([len(part) for part in own], max_length - num_special)
-            num_truncated += sum(lengths) < sum(map(len, own))
+            example_ids = [next(parts) for _ in example]
+            num_special = 2 if len(example_ids) == 1 else template.num_special
+            lengths = _truncated_lengths([len(part) for part in example_ids], max_length - num_special)
+            num_truncated += sum(lengths) < sum(map(len, example_ids))
             if not sum(lengths):
                 empty.append(index)
-            first, *second = (part[:length] for part, length in zip(own, lengths, strict=True))
+            first, *second = (part[:length] for part, length in zip(example_ids, lengths, strict=True))
             pieces: list[Any] = [cls, first, sep]
             if second:
                 pieces += [sep * (template.num_separators - 1), *second, sep]
@@ -99,11 +99,11 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, ...]], max_length: i
                 types[-1 - lengths[1] :] = template.second_type
             token_types.append(types)
     offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([len(each) for each in ids], out=offsets[1:])
-    return EncodedExamples(_joined(ids), _joined(token_types), offsets, num_truncated, tuple(empty))
+    np.cumsum([len(token_ids) for token_ids in ids], out=offsets[1:])
+    return EncodedExamples(_concatenate(ids), _concatenate(token_types), offsets, num_truncated, tuple(empty))
 
 
-def _joined(arrays: list[Ints]) -> Ints:
+def _concatenate(arrays: list[Ints]) -> Ints:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
 
 
@@ -113,7 +113,7 @@ def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
     first, second = lengths
     if first + second <= room:
         return lengths
-    # Taking tokens from the longer one, from the second at a tie, ends here.
+    # The result of removing one token at a time from the longer text, or from the second if both are equally long.
     if second <= room // 2:
         return [room - second, second]
     if first <= room - room // 2:
@@ -124,8 +124,8 @@ def _truncated_lengths(lengths: list[int], room: int) -> list[int]:
 def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
     """Returns start and length of the chunks of `num_tokens` tokens, each of at most `room` tokens.
 
-    A chunk starts `stride` tokens after the one before it, or at its end; the last reaches the end. Without tokens
-    there is no chunk. `room` and `stride` are at least 1.
+    A chunk starts `stride` tokens after the previous one, or at its end if that is earlier. Without tokens there is no
+    chunk. `room` and `stride` are at least 1.
     """
     spans = []
     start = 0
@@ -140,19 +140,19 @@ def chunk_spans(num_tokens: int, room: int, stride: int) -> list[tuple[int, int]
 def max_context(spans: Sequence[tuple[int, int]], num_tokens: int) -> Ints:
     """Returns the index of the chunk in which each token has the most context; int64 [num_tokens].
 
-    The context is the smaller of the numbers of tokens before and after it in the chunk, plus a hundredth of the
-    chunk's length; at a tie, the first chunk is chosen.
+    The context is the number of tokens before or after the token in the chunk, whichever is smaller, plus a hundredth
+    of the chunk's length; among equals, the first chunk is chosen.
     """
-    found = np.zeros(num_tokens, np.int64)
+    best_chunks = np.zeros(num_tokens, np.int64)
     most = np.full(num_tokens, -1.0)
     for index, (start, length) in enumerate(spans):
         before = np.arange(length)
         context = np.minimum(before, before[::-1]) + 0.01 * length
         window = slice(start, start + length)
         is_more = context > most[window]
-        found[window][is_more] = index
+        best_chunks[window][is_more] = index
         most[window][is_more] = context[is_more]
-    return found
+    return best_chunks
 
 
 def text_chunks(
@@ -160,23 +160,23 @@ def text_chunks(
 ) -> tuple[EncodedExamples, list[Ints]]:
     """Returns the chunks `[CLS] tokens [SEP]` of all texts, and the index of each token in `EncodedExamples.ids`.
 
-    A token in several chunks has the index where it has the most context; int64 [tokens] per text.
+    A token in several chunks has its index in the chunk with the most context; int64 [tokens] per text.
     """
     ids = [np.zeros(0, np.int32)]
     places = []
     lengths = [0]
     cls, sep = (np.array([special_tokens[name]], np.int32) for name in ("cls", "sep"))
     begin = 0
-    for own in pieces:
-        spans = chunk_spans(len(own.ids), room, stride)
-        # Add to a token's index in the text to get its index in `ids`: one for [CLS], less the tokens before the chunk.
+    for text_pieces in pieces:
+        spans = chunk_spans(len(text_pieces.ids), room, stride)
+        # A token's index in `ids` minus its index in the text: 1 for [CLS], minus the tokens before the chunk.
         shifts = []
         for start, length in spans:
-            ids += [cls, own.ids[start : start + length], sep]
+            ids += [cls, text_pieces.ids[start : start + length], sep]
             lengths.append(length + 2)
             shifts.append(begin + 1 - start)
             begin += length + 2
-        chosen = max_context(spans, len(own.ids))
-        places.append(np.array(shifts, np.int64)[chosen] + np.arange(len(own.ids)))
+        chosen = max_context(spans, len(text_pieces.ids))
+        places.append(np.array(shifts, np.int64)[chosen] + np.arange(len(text_pieces.ids)))
     joined = np.concatenate(ids)
     return EncodedExamples(joined, np.zeros_like(joined), np.cumsum(lengths, dtype=np.int64), 0, ()), places

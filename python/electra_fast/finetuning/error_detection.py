@@ -1,6 +1,6 @@
-"""`detect`: marks words that do not belong, such as typing errors.
+"""`detect`: finds words that do not belong in a text, such as typing errors.
 
-No training is needed: the discriminator of a run, a checkpoint or a Hugging Face folder predicts which were replaced.
+It needs no fine-tuning: the discriminator of a run, a checkpoint or a Hugging Face folder predicts replaced tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROLE = "discriminator"
 class ErrorDetector(ExampleReader):
     """Predicts for each word of a text the probability that it does not belong there.
 
-    Texts of more than `sequence_length` tokens, [CLS] and [SEP] included, are read in chunks that overlap by half.
+    Texts of more than `sequence_length` tokens, including [CLS] and [SEP], are split into chunks that overlap by half.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class ErrorDetector(ExampleReader):
         return text_of(path, line, row, columns[0])
 
     def predict(self, texts: Iterable[str], threshold: float = 0.5) -> list[Prediction]:
-        """Returns an answer per text, as `PretrainedModel.detect`."""
+        """Returns one answer per text, in the format of `PretrainedModel.detect`."""
         check_threshold(threshold)
         texts = checked_texts(texts, "detect")
         pieces = self.tokenizer.encode_with_offsets(texts)
         room = self.sequence_length - 2
         encoded, places = text_chunks(pieces, self.tokenizer.special_tokens, room, max(1, room // 2))
         logits = self._inference.by_token(encoded).astype(np.float64) if len(encoded) else np.zeros(0)
-        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))  # of being replaced, by token
-        found = zip(texts, pieces, places, strict=True)
-        return [_answer(_words(text, own, probabilities[at]), threshold) for text, own, at in found]
+        probabilities = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))  # that each token was replaced
+        words = map(_words, texts, pieces, (probabilities[place] for place in places))
+        return [_answer(text_words, threshold) for text_words in words]
 
 
 def detect(
@@ -89,27 +89,27 @@ def detect(
     precision: Precision = "auto",
     device: str = AUTO,
 ) -> list[Prediction] | None:
-    """Finds words that do not belong in the texts of a file, without fine-tuning.
+    """Finds words that do not belong in the texts of a file; needs no fine-tuning.
 
-    The file is read and answered, and errors are raised, as by `predict`.
+    Reads the file, writes the answers and raises errors in the same way as `predict`.
 
     Args:
         model: A run, a checkpoint, an export or a Hugging Face discriminator.
-        file: The texts: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; `-` is standard
+        file: The texts: .txt (one per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; `-` is standard
             input.
-        out: A file for the answers, a line of JSON each; `-` is standard output. By default they are returned.
-        threshold: Probability from which a word counts as an error, 0 to 1.
+        out: Output file with one JSON object per line; `-` is standard output. By default, the answers are returned.
+        threshold: Minimum probability of an error, 0 to 1.
         text: The text column of a table; by default `text`.
-        quoting: Quotes around the cells of a table, as for `finetune`.
-        delimiter: Their separator; by default by extension and first line.
+        quoting: Quotes around the cells of a table; see `finetune`.
+        delimiter: Cell separator of a table; by default inferred from the extension and the first line.
         no_header: The first line is data; the columns are named 0, 1, 2, ...
-        format: Read the file as if it had this extension; `auto` is by its own or, of a pipe, by its first line.
-        skip_bad_rows: Number of unusable rows that may be left out.
-        precision: Of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
+        format: Read the file as if it had this extension; `auto`: its own extension or, for a pipe, by the first line.
+        skip_bad_rows: Maximum number of unusable rows to skip.
+        precision: Dtype of activations; `auto` is bf16 on CUDA, and on a CPU the faster one in a short measurement.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
     Returns:
-        An answer per text in their order, `score`, `errors` and `words` as of `PretrainedModel.detect` and the other
+        One answer per text, in order: `score`, `errors` and `words` (see `PretrainedModel.detect`) and the other
         columns of its row; None with `out`.
     """
     check_threshold(threshold)
@@ -123,14 +123,14 @@ def detect(
 
 def check_threshold(threshold: float) -> None:
     if not 0 <= threshold <= 1:
-        raise InputError(f"threshold is {threshold}; it is a probability, from 0 to 1")
+        raise InputError(f"threshold = {threshold}: must be a probability from 0 to 1")
 
 
 def read_detector(source: str | Path, device: str = AUTO, precision: str = AUTO) -> ErrorDetector:
     """Reads the detector of a run (its latest checkpoint), a checkpoint, an export or a Hugging Face discriminator.
 
-    Inputs are as long as in pre-training; if the folder does not record that, as long as the model has positions.
-    Raises FileNotFoundError, or ValueError naming the file, field, value and remedy.
+    The sequence length is that used in pre-training or, if the folder does not record it, the number of positions.
+    Raises FileNotFoundError, or ValueError that names the file, field, value and remedy.
     """
     source = Path(source)
     is_recorded = True
@@ -151,20 +151,20 @@ def read_detector(source: str | Path, device: str = AUTO, precision: str = AUTO)
 def _check_roles(source: Path, roles: Iterable[str]) -> None:
     if ROLE not in roles:
         raise InputError(
-            f"{source}: has no {ROLE}, only the {' and the '.join(roles)}; errors are found by a model that was "
-            'pre-trained to tell replaced tokens, such as objective.name = "electra"'
+            f"{source}: has no {ROLE}, only the {' and the '.join(roles)}; detection needs a model that was "
+            'pre-trained to find replaced tokens, for example with objective.name = "electra"'
         )
 
 
 def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> list[Prediction]:
-    """Returns a text's words in order, without those that have no character, such as spaces."""
+    """Returns a text's words in order, without words that contain only spaces."""
     if not len(pieces.ids):
         return []
     firsts = np.flatnonzero(np.diff(pieces.words, prepend=-1))
     starts = np.minimum.reduceat(pieces.offsets[:, 0], firsts).tolist()
     ends = np.maximum.reduceat(pieces.offsets[:, 1], firsts).tolist()
     any_replaced = 1 - np.multiply.reduceat(1 - probabilities, firsts)
-    spans = [_as_written(text, *each) for each in zip(starts, ends, [*starts[1:], len(text)], strict=True)]
+    spans = [_as_written(text, *limits) for limits in zip(starts, ends, [*starts[1:], len(text)], strict=True)]
     return [
         {"text": text[start:end], "start": start, "end": end, "probability": rounded(probability)}
         for (start, end), probability in zip(spans, any_replaced, strict=True)
@@ -173,7 +173,7 @@ def _words(text: str, pieces: Pieces, probabilities: NDArray[np.float64]) -> lis
 
 
 def _as_written(text: str, start: int, end: int, limit: int) -> tuple[int, int]:
-    """Returns a word's span without the spaces of byte-level tokenizers, and with the marks that others drop."""
+    """Returns a word's span, without the spaces of byte-level tokenizers, with marks that others drop."""
     while end < limit and unicodedata.category(text[end]).startswith("M"):
         end += 1
     while start < end and text[start].isspace():

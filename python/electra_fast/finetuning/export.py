@@ -1,4 +1,4 @@
-"""`export`: a run as Hugging Face folders, or a fine-tuned model in ONNX, judged on labeled examples."""
+"""`export`: writes a run as Hugging Face folders, or a fine-tuned model in ONNX with a check on labeled examples."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from electra_fast.messages import printable, say
 from electra_fast.results import Result
 
 MAX_LOSS = 1.0
-"""Points of 100 that int8 may lose."""
+"""Maximum loss of int8, in percentage points of the task's metric."""
 _NAMES = {"config.json", "README.md", ONNX_FILE, *FILES}
 _FOR_FINETUNED = ("onnx", "int8", "data", "accept_loss")
-# The fields of an answer that are the prediction.
+# Names of the field of an answer that holds the prediction.
 _PREDICTED = ("label", "labels", "tags", "answer", "value")
-# The scores of which the first that a task has is its metric, if its results.json is not there.
+# Without a results.json, the metric of a task is the first of these scores that it has.
 _METRICS = ("f1_micro", "f1", "spearman", "accuracy")
-# Texts and seconds of a measurement.
+# Maximum number of texts of a speed measurement, and its duration.
 _TIMED_TEXTS = 64
 _TIMED_SECONDS = 1.0
-_EXAMPLE = "Without examples, this text stands in for those that the model will read. " * 3
+_EXAMPLE = "This text is read if there are no examples to measure the speed of a model. " * 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OnnxExport(Result):
-    """The result of `export` for a fine-tuned model: where it is, and how it compares with its source."""
+    """The result of `export` for a fine-tuned model: its folder, and a comparison with the source."""
 
     out: Path
     precision: str
@@ -60,16 +60,16 @@ class OnnxExport(Result):
     max_error: float
     """Largest difference between the outputs of ONNX in fp32 and torch, as a fraction of the largest output."""
     metric: str | None
-    """The score that is compared; None without examples."""
+    """Name of the compared score; None without examples."""
     examples: int
     data: str | None
-    """Where the examples are from."""
+    """The file of the examples."""
     models: dict[str, dict[str, float]]
-    """`torch fp32` (the source), `onnx fp32` and `onnx int8`: `score`, `agreement` of predictions with the source's,
-    `megabytes`, `milliseconds` (median of one text at a time) and `texts_per_second`."""
+    """By model (`torch fp32`, the source; `onnx fp32`; `onnx int8`): `score`, `agreement` (fraction of predictions that
+    equal the source's), `megabytes`, `milliseconds` (median for one text at a time) and `texts_per_second`."""
 
     def lines(self) -> Iterator[str]:
-        """Yields where the model is, then the table."""
+        """Yields the model's folder, then the table."""
         yield f"{self.out}: {ONNX_FILE} ({self.precision}), outputs in fp32 within {self.max_error:.1e} of torch's"
         yield from self.table()
 
@@ -103,54 +103,53 @@ def export(
 ) -> runs.ExportResult | OnnxExport:
     """Writes a run's networks as folders for `transformers`, or a fine-tuned model in ONNX.
 
-    Of a run: out/encoder, out/discriminator and out/generator, each with tokenizer and model card. encoder/ is the
-    model to fine-tune or to use elsewhere: the discriminator's encoder without a head or, for the objective `mlm`, the
-    generator's. Objectives whose result is a masked language model of another kind keep its head there, and have no
-    discriminator/. Heads that no class of `transformers` has are left out and named on standard error. If token type 1
-    never occurred in training, its embedding becomes a copy of type 0's.
+    For a run: out/encoder, out/discriminator and out/generator, each with tokenizer and model card. encoder/ is the
+    model to fine-tune or to use elsewhere: the encoder of the discriminator or, for the objective `mlm`, of the
+    generator, without a head. Objectives that train a masked language model of another kind keep its head there and
+    have no discriminator/. Heads that no class of `transformers` has are left out and reported on standard error. If
+    token type 1 never occurred in training, its embedding becomes a copy of the embedding of type 0.
 
-    Of a fine-tuned model, with `onnx`: model.onnx, config.json, tokenizer and model card, which `load`, `predict` and
-    `evaluate` read without torch. Its outputs in fp32 are compared with torch's.
+    For a fine-tuned model, with `onnx`: model.onnx, config.json, tokenizer and model card. `load`, `predict` and
+    `evaluate` read this folder without torch. Its outputs in fp32 are compared with torch.
 
     Args:
-        run: A run (its latest checkpoint), a checkpoint, or Hugging Face folders; or a fine-tuned model, as
+        run: A run (its latest checkpoint), a checkpoint, or Hugging Face folders; or a fine-tuned model, such as
             `out/TASK/seed-0/model` of `finetune`.
-        out: Output folder; an earlier export is replaced atomically. Of a run also a URL in an object store, such as
+        out: Output folder; an earlier export is replaced atomically. For a run, also a URL in an object store, such as
             `s3://bucket/model`; an earlier export there is not loadable until the new one is complete.
         unfinished: Export even if the run has steps left.
-        onnx: Of a run: also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits; not of
-            `deberta`, whose head `transformers` lacks), compared with torch. Needs the packages of the extra `onnx`.
-        int8: Of a fine-tuned model, with `onnx`: weights in int8 per channel, and activations quantized as they come.
-        data: Of a fine-tuned model: labeled examples to compare scores on, in a file or in memory as for `evaluate`; by
-            default the validation examples that `finetune` has left beside the model.
-        accept_loss: Points of 100 of the task's metric that int8 may lose.
-        language: Of a run, for the model card, as are the arguments after it: code of the text's language, such as
-            `hu`, or several.
+        onnx: For a run: also write encoder/model.onnx (last hidden states) and discriminator/model.onnx (logits; not
+            for `deberta`, whose head `transformers` lacks), compared with torch. Needs the extra `onnx`.
+        int8: For a fine-tuned model, with `onnx`: int8 weights per channel and dynamically quantized activations.
+        data: For a fine-tuned model: labeled examples to compare scores on, in a file or in memory (see `evaluate`);
+            by default the validation set that `finetune` left next to the model.
+        accept_loss: Maximum loss of int8, in percentage points of the task's metric.
+        language: For the model card of a run, like the next arguments: codes of the text's languages, such as `hu`.
         license: Identifier of the model's license, such as `apache-2.0`.
-        dataset: Name of the training text on the Hugging Face Hub, or several.
+        dataset: Name of the training text on the Hugging Face Hub, or several names.
         base_model: Name on the Hub of the model that an import started from.
 
-    Raises ValueError if the run is not finished, if `out` holds anything but an earlier export, or if int8 loses more
-    than `accept_loss`; ElectraFastError if the outputs of an ONNX file are wrong; OSError if an upload fails, with the
-    local folder that has the export then.
+    Raises ValueError if the run is not finished, if `out` contains anything but an earlier export, or if int8 loses
+    more than `accept_loss`; ElectraFastError if the outputs of an ONNX file are wrong; OSError if an upload fails, with
+    the local folder that contains the export.
     """
     source = Path(run)
     defaults = options_of(export)
-    del defaults["out"], defaults["data"]  # which may be a table, and tables compare by cell
-    given = {name: value for name, value in locals().items() if name in defaults and value != defaults[name]}
-    given |= {} if data is None else {"data": data}
+    del defaults["out"], defaults["data"]  # `data` may be a table, and tables compare by cell
+    arguments = {name: value for name, value in locals().items() if name in defaults and value != defaults[name]}
+    arguments |= {} if data is None else {"data": data}
     if hint := models_inside(source):
         raise InputError(f"{source}: {hint}")
     if not is_finetuned(source):
-        refuse(given, options_of(runs.export), f"for fine-tuned models, and {source} is not one")
-        return runs.export(run, out=out, **given)
-    refuse(given, _FOR_FINETUNED, f"for runs, and {source} is a fine-tuned model")
+        refuse(arguments, options_of(runs.export), f"for fine-tuned models, and {source} is not one")
+        return runs.export(run, out=out, **arguments)
+    refuse(arguments, _FOR_FINETUNED, f"for runs, and {source} is a fine-tuned model")
     if not onnx:
-        raise InputError(f"{source}: is a Hugging Face folder already; add --onnx (onnx=True) for one in ONNX")
+        raise InputError(f"{source}: is a Hugging Face folder already; add --onnx (onnx=True) to convert it to ONNX")
     if not accept_loss >= 0:
-        raise InputError(f"--accept-loss is {accept_loss}; it must be at least 0, in points of 100")
-    if "accept_loss" in given and not int8:
-        raise InputError("--accept-loss is for --int8 (int8=True)")
+        raise InputError(f"--accept-loss = {accept_loss}: must be at least 0 percentage points")
+    if "accept_loss" in arguments and not int8:
+        raise InputError("--accept-loss: is for --int8 only; add --int8 (int8=True), or remove it")
     require_packages()
     return _OnnxWriter(source, _free_folder(out), int8, data, accept_loss).write()
 
@@ -158,28 +157,28 @@ def export(
 def _free_folder(out: str | Path) -> Path:
     target = location(out)
     if not isinstance(target, Path):
-        raise InputError(f"{target}: a fine-tuned model is exported to a folder; upload that folder")
+        raise InputError(f"{target}: a fine-tuned model is exported to a local folder; upload that folder afterwards")
     if target.exists() and not target.is_dir():
         raise InputError(f"{target}: is a file; choose another folder")
     if names := foreign_names(target):
         if ONNX_KEY not in read_optional(target / "config.json"):
             raise InputError(f"{target}: not empty and not an earlier export; choose another folder")
         if other := next((name for name in names if name not in _NAMES), None):
-            raise InputError(f"{target}: {other} is not of the earlier export and would be lost; move it away")
+            raise InputError(f"{target}: {other} is not part of the earlier export and would be lost; move it away")
     return target
 
 
 class _OnnxWriter:
-    """Writes the folder of one fine-tuned model; raises InputError before it computes anything if it cannot."""
+    """Writes the ONNX folder of a fine-tuned model; raises InputError early for bad arguments."""
 
     def __init__(self, source: Path, out: Path, int8: bool, data: Any, accept_loss: float) -> None:
         description = read_description(source)
         if description.onnx:
-            raise InputError(f"{source}: is in ONNX already; name the folder with the weights that it was made from")
+            raise InputError(f"{source}: is in ONNX already; pass the folder of the model that it was exported from")
         if description.head == "published" and "logits" not in TASK_TYPES[description.kind].onnx_outputs:
             raise InputError(
-                f'{source}: the head "published" of {description.kind} searches between its layers, as no graph does; '
-                'fine-tune with finetune.head = "transformers" (--finetune.head transformers)'
+                f'{source}: the head "published" of {description.kind} searches between its layers, which an ONNX '
+                'graph cannot; fine-tune with finetune.head = "transformers" (--finetune.head transformers)'
             )
         seed_folder = source.resolve().parent  # of `finetune`, unless the model has been moved
         self.task_folder = seed_folder.parent if seed_folder.name.startswith("seed-") else seed_folder
@@ -194,25 +193,25 @@ class _OnnxWriter:
         self.models: dict[str, dict[str, float]] = {}
 
     def write(self) -> OnnxExport:
-        found: list[OnnxExport] = []
-        replace_folder(self.out, lambda folder: found.append(self._write(folder)))
-        return found[0]
+        exports: list[OnnxExport] = []
+        replace_folder(self.out, lambda folder: exports.append(self._write(folder)))
+        return exports[0]
 
     def _examples(self, data: Any) -> tuple[Split, str | None]:
-        """Returns the examples, and where they are from: None for a text that stands in, to measure time alone."""
-        kept = self.task_folder / DEV_FILE
+        """Returns the examples and their file, or a placeholder text, to measure the speed only, and None."""
+        validation_file = self.task_folder / DEV_FILE
         if data is not None:
             file = file_or_table("data", data)
             split, notes = read_examples(self.torch, file, {})
             for note in notes:
                 say(note)
             return split, str(file)
-        if kept.is_file():
-            split, _ = self.torch.task_type.read_labeled(self.torch.task, kept, ((), ()))
-            return split, str(kept)
+        if validation_file.is_file():
+            split, _ = self.torch.task_type.read_labeled(self.torch.task, validation_file, ((), ()))
+            return split, str(validation_file)
         if self.int8:
             raise InputError(
-                f"{self.source}: no {kept} to judge int8 on; give labeled examples with --data FILE (data=...)"
+                f"{self.source}: no {validation_file} to evaluate int8 on; pass labeled examples with --data FILE"
             )
         num_texts = self.torch.num_texts or self.torch.task_type.num_texts or 1
         example = _EXAMPLE if num_texts == 1 else (_EXAMPLE,) * num_texts
@@ -262,7 +261,7 @@ class _OnnxWriter:
         self.models[name] = row
 
     def _metric(self, scores: Mapping[str, float]) -> str:
-        """Returns the score of results.json if the model is where `finetune` left it, else the usual one."""
+        """Returns the metric in results.json if the model is in the output folder of `finetune`, else the usual one."""
         results = read_optional(self.task_folder.parent / "results.json").get(self.task_folder.name)
         named = [results.get("metric")] if isinstance(results, dict) else []
         return next(str(name) for name in (*named, *_METRICS) if name in scores)
@@ -275,11 +274,11 @@ class _OnnxWriter:
         loss = 100 * (before["score"] - after["score"])
         if loss > self.accept_loss + 1e-9:
             raise InputError(
-                f"int8 loses {loss:.2f} points of {self.metric}, more than {self.accept_loss:g}: {before['score']:.4f} "
-                f"in fp32, {after['score']:.4f} in int8 on {result.examples:,} examples of {self.data}, with "
-                f"{after['agreement']:.2%} of the predictions the same; {before['megabytes']:.1f} and "
+                f"int8 loses {loss:.2f} percentage points of {self.metric}, more than {self.accept_loss:g}: "
+                f"{before['score']:.4f} in fp32, {after['score']:.4f} in int8 on {result.examples:,} examples of "
+                f"{self.data} ({after['agreement']:.2%} of the predictions are equal; {before['megabytes']:.1f} and "
                 f"{after['megabytes']:.1f} MB, {before['milliseconds']:.3g} and {after['milliseconds']:.3g} ms per text"
-                "; nothing was written: export without --int8, or take the loss with --accept-loss "
+                "); nothing was written: export without --int8, or accept the loss with --accept-loss "
                 f"{math.ceil(loss)} (accept_loss={math.ceil(loss)})"
             )
 
@@ -292,15 +291,15 @@ class _OnnxWriter:
         summary = printable(task_type.summary(self.torch.task, self.torch.num_texts or task_type.num_texts or 1))
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         inputs, outputs = (
-            ", ".join(f"`{each.name}` [{', '.join(map(str, each.shape))}]" for each in found)
-            for found in (session.get_inputs(), session.get_outputs())
+            ", ".join(f"`{tensor.name}` [{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
+            for tensors in (session.get_inputs(), session.get_outputs())
         )
         on = f" Scores on {result.examples:,} examples." if result.metric else ""
-        quantized = " Weights are int8 per channel, and activations are quantized as they come." if self.int8 else ""
+        quantized = " Weights are int8 per channel, and activations are quantized dynamically." if self.int8 else ""
         sections = (
             front_matter({"library_name": "onnx", "pipeline_tag": hf.pipeline, "tags": [family, "onnx"]}),
             f"# {self.torch.kind} in ONNX\n\n{summary}",
-            "## Comparison\n\n" + "\n".join(result.table()) + f"\n\nMeasured on a CPU when it was exported.{on}",
+            "## Comparison\n\n" + "\n".join(result.table()) + f"\n\nMeasured on a CPU during the export.{on}",
             "## Use\n\n`electra-fast predict path/to/this/folder FILE`, without torch; or any ONNX runtime: "
             f"{ONNX_FILE} has the inputs {inputs}, int64, and the outputs {outputs}.{quantized}",
         )
@@ -308,19 +307,19 @@ class _OnnxWriter:
 
 
 def _agreement(answers: Answers, others: Answers) -> float:
-    """Returns the share of equal predictions; of values, those that differ by less than a tenth of their deviation."""
+    """Returns the fraction of equal predictions; values count as equal within a tenth of their standard deviation."""
     field = next(name for name in _PREDICTED if name in answers[0])
-    pairs = [(answer[field], other[field]) for answer, other in zip(answers, others, strict=True)]
+    pairs = [(answer[field], reference_labels[field]) for answer, reference_labels in zip(answers, others, strict=True)]
     if field == "tags":  # of each word
-        pairs = [pair for own, other in pairs for pair in zip(own, other, strict=True)]
+        pairs = [pair for labels, reference_labels in pairs for pair in zip(labels, reference_labels, strict=True)]
     if field == "value":
         values, references = np.array(pairs).T
         return float(np.mean(np.abs(values - references) <= references.std() / 10))
-    return float(np.mean([own == other for own, other in pairs])) if pairs else 1.0
+    return float(np.mean([labels == reference_labels for labels, reference_labels in pairs])) if pairs else 1.0
 
 
 def _speed(model: Predictor, split: Split) -> tuple[float, float]:
-    """Returns the median milliseconds of one text at a time, and texts per second of many; with tokenization."""
+    """Returns the median milliseconds for one text at a time, and texts per second for many; includes tokenization."""
     count = min(len(split.texts), _TIMED_TEXTS)
     singles = [select(split, "predict", [row]) for row in range(count)]
     many = select(split, "predict", range(count))

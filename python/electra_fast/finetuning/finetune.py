@@ -61,36 +61,37 @@ Results = dict[str, dict[str, Any]]
 class TaskResult(Entries):
     """The result of a task in results.json.
 
-    `metric`, the name of its main score, of which `median`, `min` and `max` are over the seeds; `medians` of every
-    score; `majority`, the scores of the most frequent training answer; `runs`, the scores of each seed; `seconds`. With
-    `folds` also the `means` and `deviations` over the folds, and the scores `out_of_fold`, of all validation
-    predictions together; with `untrained_twin` the scores `untrained`. With `teacher` the scores `alone`, of the same
-    network trained on the labels alone (medians), and `teacher`, `gap_closed`, the share of their difference in the
-    metric that the student gains, and `seconds_per_thousand` texts of `student` and `teacher`.
+    It has `metric`, the name of the main score, with its `median`, `min` and `max` over the seeds; `medians` of all
+    scores; `majority`, the scores of the majority-class baseline; `runs`, the scores of each seed; and `seconds`. With
+    `folds`, also `means` and `deviations` over the folds, and `out_of_fold`, the scores of all validation predictions
+    together; with `untrained_twin`, `untrained`. With `teacher`, the scores `teacher` and `alone` (the same network
+    trained only on the labels; medians), `gap_closed`, the fraction of their difference in the metric that the student
+    gains, and `seconds_per_thousand` texts of `student` and `teacher`.
     """
 
 
 class FinetuneResults(Entries):
-    """The content of results.json for the tasks of a call: a `TaskResult` per task; prints as a table."""
+    """The content of results.json for the tasks of a call, a `TaskResult` per task; prints as a table."""
 
     def lines(self) -> Iterator[str]:
         """Yields the table of medians, in percent."""
-        baselines = [name for name in BASELINES if any(found.get(name) for found in self.values())]
+        baselines = [name for name in BASELINES if any(result.get(name) for result in self.values())]
         headers = ("task", "metric", "median", "lowest", "highest", *baselines, "runs", "seconds")
         table = Table(*headers, box=None, padding=(0, 1, 0, 0))
-        for name, found in self.items():
-            numbers = (f"{100 * found[key]:.2f}" for key in ("median", "min", "max"))
-            besides = (found.get(baseline, {}).get(found["metric"]) for baseline in baselines)
-            shown = ("" if score is None else f"{100 * score:.2f}" for score in besides)
-            table.add_row(name, found["metric"], *numbers, *shown, str(len(found["runs"])), f"{found['seconds']:.0f}")
+        for name, result in self.items():
+            numbers = (f"{100 * result[key]:.2f}" for key in ("median", "min", "max"))
+            baseline_scores = (result.get(baseline, {}).get(result["metric"]) for baseline in baselines)
+            shown = ("" if score is None else f"{100 * score:.2f}" for score in baseline_scores)
+            runs = str(len(result["runs"]))
+            table.add_row(name, result["metric"], *numbers, *shown, runs, f"{result['seconds']:.0f}")
         if len(self) > 1:
-            mean = statistics.mean(found["median"] for found in self.values())
+            mean = statistics.mean(result["median"] for result in self.values())
             table.add_row("mean", "", f"{100 * mean:.2f}")
         console = Console(file=io.StringIO(), width=PIPE_WIDTH, markup=False)
         with console.capture() as text:
             console.print(table)
         yield from (line.rstrip() for line in text.get().splitlines())
-        yield from (f"{name}: {teaching_text(found)}" for name, found in self.items() if "teacher" in found)
+        yield from (f"{name}: {teaching_text(result)}" for name, result in self.items() if "teacher" in result)
 
 
 def finetune(
@@ -138,68 +139,67 @@ def finetune(
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
 ) -> FinetuneResults:
-    """Fine-tunes an encoder on GLUE, on SQuAD or on own data, with seeds 0 to `seeds - 1` each.
+    """Fine-tunes an encoder on GLUE, on SQuAD or on your own data, once per seed.
 
-    Leaves `out/TASK/seed-K/model/` (a Hugging Face folder), predictions beside it, `out/TASK/report.md` and
-    `report.json` on the seed with the median score (or on all folds together), and `out/results.json`. Called again
-    after an interruption, it resumes at that seed and step; finished models are scored again if the content of `test`
-    has changed, or with `finetune.select = last` that of `dev`, on which the best step depends.
+    Writes `out/TASK/seed-K/model/` (a Hugging Face folder) with predictions next to it, `out/TASK/report.md` and
+    `report.json` about the seed with the median score (or about all folds together), and `out/results.json`. After an
+    interruption, the same call resumes at that seed and step. Finished models are scored again if the content of `test`
+    has changed or, with `finetune.select = last`, the content of `dev`, which otherwise selects the best step.
 
     Args:
         model: A run, a checkpoint or a Hugging Face folder.
         out: Output folder.
-        task: Of GLUE `cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte` or `wnli`, or several of them, by
-            default all that `glue` holds; of SQuAD `squad1` or `squad2`, by default the one that `squad` holds; for
-            `train` `classification`, `regression`, `tagging` or `question-answering`.
-        glue: A GLUE task's folder, or one that has the folders of several.
-        squad: The folder of SQuAD's files.
-        train: Own data: the path or URL of a .tsv, .csv, .jsonl or .parquet file, for tagging also of CoNLL columns,
-            for questions of SQuAD's .json; or the data: a pandas or polars frame, a pyarrow Table, a `Dataset` of
-            Hugging Face, or a list of dicts.
-        dev: Own data to validate on; by default a part of `train`.
-        test: Own data to predict, and to score if it has labels.
-        seeds: Number of seeds.
+        task: With `glue`: `cola`, `sst2`, `mrpc`, `stsb`, `qqp`, `mnli`, `qnli`, `rte` or `wnli`, or several of them;
+            by default all tasks in the folder. With `squad`: `squad1` or `squad2`; by default the one in the folder.
+            With `train`: `classification`, `regression`, `tagging` or `question-answering`.
+        glue: The folder of a GLUE task, or a folder that contains the folders of several.
+        squad: The folder of the SQuAD files.
+        train: Training data: the path or URL of a .tsv, .csv, .jsonl or .parquet file, for tagging also a CoNLL file,
+            for question answering also a SQuAD .json file; or a pandas or polars frame, a pyarrow Table, a Hugging Face
+            `Dataset`, or a list of dicts.
+        dev: Validation data; by default split off from `train`.
+        test: Data to predict, and to score if it has labels.
+        seeds: Number of seeds; they are 0, 1, 2, ...
         recipe: `fast`, `google` or `paper`; it sets the keys of the configuration by task, encoder and data.
-        epochs: Passes over the training data; this and the next four are keys of the configuration.
+        epochs: Passes over the training data; this and the next four arguments are keys of the configuration.
         lr: Peak learning rate of the head, the key `finetune.learning_rate`.
         batch_size: Examples per step.
-        sequence_length: Largest number of tokens per example, [CLS] and [SEP] included.
+        sequence_length: Maximum number of tokens per example, including [CLS] and [SEP].
         precision: Dtype of activations: `auto`, `fp32`, `fp16` or `bf16`.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
-        text: The text column of `train`, or two for pairs; by default one of the usual names.
-        label: The label column, or several of 0 and 1; by default one of the usual names.
+        text: The text column of `train`, or two columns for pairs; by default one of the usual names.
+        label: The label column, or several 0/1 columns; by default one of the usual names.
         dev_text: The text columns of `dev`, if they differ.
-        dev_label: Its label columns, if they differ.
+        dev_label: The label columns of `dev`, if they differ.
         test_text: The text columns of `test`, if they differ.
-        test_label: Its label columns, if they differ.
-        labels: The classes in the order of their ids; by default those in `train`, sorted.
-        label_map: New names of labels, as a mapping or `OLD=NEW`; examples whose new name is empty are left out.
-        label_separator: What separates several labels in a cell.
-        scheme: Of tags: `IO`, `IOB1`, `IOB2`, `IOBES`, `IOE`, `none`, or `auto` to infer it.
+        test_label: The label columns of `test`, if they differ.
+        labels: The classes in the order of their ids; by default the labels in `train`, sorted.
+        label_map: New names of labels, as a mapping or `OLD=NEW`; examples with an empty new name are dropped.
+        label_separator: Separator of several labels in a cell.
+        scheme: For tagging: `IO`, `IOB1`, `IOB2`, `IOBES`, `IOE`, `none`, or `auto` to infer it.
         quoting: Quotes around the cells of .csv and .tsv: `csv`, `backslash`, `none`, or `auto`.
-        delimiter: Separator of cells; by default by extension and first line.
+        delimiter: Cell separator; by default inferred from the extension and the first line.
         no_header: The first line is data, and the columns are named 0, 1, 2 and so on.
-        skip_bad_rows: Number of unusable rows that may be left out, over all files.
-        dev_fraction: Fraction of `train` to set aside if there is no `dev`.
-        group: A column of `train`: rows with the same value stay together when it is split. Equal texts always do.
+        skip_bad_rows: Maximum number of unusable rows to skip, over all files.
+        dev_fraction: Fraction of `train` to validate on if there is no `dev`.
+        group: A column of `train`: a split keeps rows with the same value together. Equal texts always stay together.
         split_seed: Seed of that split.
-        folds: Cross-validation on own data: validates on each of so many parts of `train`, which is stratified as
-            without `dev`, a model trained on the others, in `out/TASK/fold-K/seed-0/`. The last step's model is kept
-            unless `overrides` say otherwise, since a fold must not choose the model that it scores.
-        untrained_twin: Also train the same network from random weights, with seed 0, in `out/TASK/untrained/`.
-        teacher: A fine-tuned folder, of `finetune` or of `transformers`, with the same classes. The model learns from
-            its outputs too, `finetune.teacher_weight` and `finetune.teacher_temperature` say how. Also trains it on the
-            labels alone, in `out/TASK/alone/`. The teacher's answers are kept in `out/teacher/`.
-        unlabeled: One or several files or tables, as for `train`, whose texts are learned from the teacher's answers
-            alone; an epoch has the labeled and the unlabeled examples, shuffled together.
+        folds: K for stratified K-fold cross-validation on `train`, in `out/TASK/fold-K/seed-0/`. By default the model
+            of the last step is kept, since a fold must not select the model that it scores.
+        untrained_twin: Also train the untrained baseline, from random weights with seed 0, in `out/TASK/untrained/`.
+        teacher: A fine-tuned folder of `finetune` or `transformers` with the same classes. The model also learns from
+            its outputs (keys `finetune.teacher_weight` and `finetune.teacher_temperature`). For comparison, the same
+            network is trained only on the labels, in `out/TASK/alone/`. The teacher's answers are in `out/teacher/`.
+        unlabeled: One or several files or tables, like `train`, whose texts are learned only from the teacher's
+            answers; an epoch has the labeled and the unlabeled examples, shuffled together.
         role: `discriminator`, `encoder` or `generator`; by default the first of them that the model has.
-        overrides: Any keys of the configuration, `{"finetune.epochs": 5}`.
-        on_log: Called with each line of metrics.jsonl about training, `task` and `seed` added: `{"step", "loss",
+        overrides: Any keys of the configuration, such as `{"finetune.epochs": 5}`.
+        on_log: Called with each training line of metrics.jsonl, with `task` and `seed` added: `{"step", "loss",
             "grad_norm", "learning_rate", "seconds"}`.
-        on_evaluation: Called likewise with each line about an evaluation: `{"step"}` and the validation scores by
-            name. An exception in a callback is reported once and stops nothing; `StopTraining` stops the training and
-            passes through, after a checkpoint.
-        on_checkpoint: Called likewise when a checkpoint is complete: `{"step", "path"}`.
+        on_evaluation: Called with each evaluation line of metrics.jsonl: `{"step"}` and the validation scores by name.
+            An exception in a callback is reported once, and training continues; `StopTraining` stops training after a
+            checkpoint and is raised to the caller.
+        on_checkpoint: Called when a checkpoint is complete: `{"step", "path"}`.
 
     Returns:
         A `TaskResult` by task: the content of results.json.
@@ -207,16 +207,17 @@ def finetune(
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
         TrainingFailed: The loss is not finite.
-        Interrupted: After a checkpoint.
+        Interrupted: A signal stopped training, after a checkpoint.
     """
-    given = locals()
-    columns = {name: given[name] for name in OPTIONS} | {"seed": split_seed}
-    short = {name: given[name] for name in FinetuningConfig.SHORT_NAMES if given[name] is not None}
+    arguments = locals()
+    columns = {name: arguments[name] for name in OPTIONS} | {"seed": split_seed}
+    short = {name: arguments[name] for name in FinetuningConfig.SHORT_NAMES if arguments[name] is not None}
     if seeds < 1:
         raise InputError(f"seeds = {seeds}: must be at least 1")
     out = Path(out)
-    place = choose_device(device)
-    files = {name: file_or_table(name, given[name]) for name in ("train", "dev", "test") if given[name] is not None}
+    torch_device = choose_device(device)
+    tables = {"train": train, "dev": dev, "test": test}
+    files = {name: file_or_table(name, table) for name, table in tables.items() if table is not None}
     settings = FinetuningConfig.values_of([*(overrides or {}).items(), *short.items()])
     if folds is not None and "finetune.patience" not in settings:
         settings.setdefault("finetune.select", "last")  # a fold must not choose the model that it scores
@@ -224,102 +225,105 @@ def finetune(
     common = recipe_config(recipe, "", encoder.shape, settings)
     require_loggers("finetune.loggers", common.finetune.loggers)
     check_length(common.finetune, encoder)  # before large files are read
-    folders = {name: Path(given[name]) for name in ("glue", "squad") if given[name] is not None}
+    folders = {name: Path(arguments[name]) for name in ("glue", "squad") if arguments[name] is not None}
     parts = [columns] if folds is None else _folds(folds, columns, dev)
-    needy = ["unlabeled"] if unlabeled is not None else []
-    needy += [key for key in settings if key.removeprefix("finetune.") in TEACHER_KEYS]
-    if teacher is None and needy:
-        raise InputError(f"--{needy[0]} needs --teacher FOLDER, a fine-tuned model to learn from")
+    teacher_options = ["unlabeled"] if unlabeled is not None else []
+    teacher_options += [key for key in settings if key.removeprefix("finetune.") in TEACHER_KEYS]
+    if teacher is None and teacher_options:
+        raise InputError(f"--{teacher_options[0]}: needs --teacher FOLDER, a fine-tuned model to learn from")
     with contextlib.ExitStack() as copies:
         files = {name: copies.enter_context(local_file(path)) for name, path in files.items()}
-        all_data = [each for part in parts for each in read_tasks(task, **folders, files=files, columns=part)]
+        all_data = [data for part in parts for data in read_tasks(task, **folders, files=files, columns=part)]
     lessons: list[Lesson | None] = [None] * len(all_data)
     if teacher is not None:
-        all_data, lessons = _lessons(Teacher(Path(teacher), out / "teacher", place), all_data, unlabeled, columns)
+        model_to_ask = Teacher(Path(teacher), out / "teacher", torch_device)
+        all_data, lessons = _lessons(model_to_ask, all_data, unlabeled, columns)
     if folds is not None:
         _check_classes(all_data[0], folds)
-        for line in _biases(all_data[0].task, common.finetune):
+        for line in _bias_warnings(all_data[0].task, common.finetune):
             say(f"warning: {line}")
     with exclusive(out):
         earlier = _earlier_results(out)
         jobs: dict[str, list[Job]] = {}
         alone: list[Job] = []
-        for each, lesson in zip(all_data, lessons, strict=True):
-            defaults = TASK_TYPES[each.task.kind].defaults
-            made = jobs.setdefault(each.task.name, [])
-            labeled = len(each.train.texts)
-            num_classes = len(each.task.labels)
+        for data, lesson in zip(all_data, lessons, strict=True):
+            defaults = TASK_TYPES[data.task.kind].defaults
+            task_jobs = jobs.setdefault(data.task.name, [])
+            labeled = len(data.train.texts)
+            num_classes = len(data.task.labels)
             unlabeled_texts = 0 if lesson is None or lesson.unlabeled is None else len(lesson.unlabeled.texts)
             config, alone_config = (
-                recipe_config(recipe, each.task.name, encoder.shape, settings, defaults, size, num_classes)
+                recipe_config(recipe, data.task.name, encoder.shape, settings, defaults, size, num_classes)
                 for size in (labeled + unlabeled_texts, labeled)
             )
-            part = "" if folds is None else f"fold-{len(made)}"
-            folder = out / each.task.name / part
-            hardware = made[0].hardware if made else None
-            data = dataclasses.replace(each, notes=()) if made else each  # another fold has the same notes
-            made.append(make_job(data, config, encoder, folder, place, part=part, hardware=hardware, lesson=lesson))
+            part = "" if folds is None else f"fold-{len(task_jobs)}"
+            folder = out / data.task.name / part
+            hardware = task_jobs[0].hardware if task_jobs else None
+            noted = dataclasses.replace(data, notes=()) if task_jobs else data  # all folds have the same notes
+            options: dict[str, Any] = {"part": part, "hardware": hardware, "lesson": lesson}
+            task_jobs.append(make_job(noted, config, encoder, folder, torch_device, **options))
             if lesson is not None:
-                alone.append(made[-1].alone(alone_config.finetune))
-        other = untrained(encoder) if untrained_twin else None
+                alone.append(task_jobs[-1].alone(alone_config.finetune))
+
+        blank = untrained(encoder) if untrained_twin else None
         groups = []
-        for name, made in jobs.items():
-            twins = [] if other is None else [each.twin(other) for each in made]
-            groups.append(TaskRuns(out / name, made, twins, seeds, folds is not None, alone))
-        # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; each one's own are in its task.json.
+        for name, task_jobs in jobs.items():
+            baselines = [] if blank is None else [job.untrained_baseline(blank) for job in task_jobs]
+            groups.append(TaskRuns(out / name, task_jobs, baselines, seeds, folds is not None, alone))
+        # Tasks may differ in `finetune.epochs` and `finetune.both_orders`; a task's values are in its task.json.
         toml = common.to_toml()
-        if not (out / "config.toml").exists():  # first: a killed run must leave a folder that is recognized
+        if not (out / "config.toml").exists():  # first, so that the folder of a killed run is recognized
             replace_file(out / "config.toml", toml)
-        for own in groups:
-            if own.has_folds and (own.folder / IDENTITY).exists():
-                raise InputError(f"{own.folder}: was made without --folds; give another --out")
-            for job in (*own.jobs, *own.alone, *own.twins):
+        for group_runs in groups:
+            if group_runs.has_folds and (group_runs.folder / IDENTITY).exists():
+                raise InputError(f"{group_runs.folder}: was written without --folds; choose another --out")
+            for job in (*group_runs.jobs, *group_runs.alone, *group_runs.baselines):
                 _check_folder(job)
         replace_file(out / "config.toml", toml)
         results = _train_all(groups, out, earlier, Callbacks(on_log, on_evaluation, on_checkpoint))
-    return FinetuneResults({name: TaskResult(found) for name, found in results.items()})
+    return FinetuneResults({name: TaskResult(result) for name, result in results.items()})
 
 
 def _lessons(
     teacher: Teacher, all_data: Sequence[TaskData], unlabeled: Any, columns: Mapping[str, Any]
 ) -> tuple[list[TaskData], list[Lesson | None]]:
-    """Returns the data with further notes, and what is learned with each; raises InputError if it cannot be."""
+    """Returns the data with the teacher's notes, and a lesson per task; raises InputError for unsuitable data."""
     first = all_data[0]
     if not isinstance(TASK_TYPES[first.task.kind], TeachableType):
-        raise InputError(f"--teacher is not for {first.task.kind}")
-    if len({each.task.name for each in all_data}) > 1:
-        raise InputError(f"--teacher {teacher.folder}: is for one task; choose it with --task")
+        raise InputError(f"--teacher: not supported for {first.task.kind}; remove it")
+    if len({data.task.name for data in all_data}) > 1:
+        raise InputError(f"--teacher {teacher.folder}: is for a single task; choose it with --task")
     extra, notes = read_unlabeled(files_or_tables(unlabeled), first, columns) if unlabeled is not None else (None, [])
-    found = list[TaskData]()
+    all_noted = list[TaskData]()
     lessons = list[Lesson | None]()
     for data in all_data:
         order = teacher.check(data.task, len(data.train.texts[0]))
-        own = None
-        more = list[str]()
+        unseen = None
+        unseen_notes = list[str]()
         if extra is not None:
-            own, more = without_repeats(extra, data)
-        found.append(dataclasses.replace(data, notes=(*data.notes, *teacher.notes, *notes, *more)))
-        lessons.append(Lesson(teacher, order, own if own is not None and own.texts else None))
-    return found, lessons
+            unseen, unseen_notes = without_repeats(extra, data)
+        all_noted.append(dataclasses.replace(data, notes=(*data.notes, *teacher.notes, *notes, *unseen_notes)))
+        lessons.append(Lesson(teacher, order, unseen if unseen is not None and unseen.texts else None))
+    return all_noted, lessons
 
 
 def _folds(folds: int, columns: Mapping[str, Any], dev: object) -> list[dict[str, Any]]:
     if folds < 2:
         raise InputError(f"folds = {folds}: must be at least 2")
     if dev is not None or columns.get("dev_fraction", 0.1) != 0.1:
-        raise InputError("--folds validates on parts of --train; leave --dev and --dev-fraction out")
+        raise InputError("--folds: validates on parts of --train; remove --dev and --dev-fraction")
     return [{**columns, "folds": (number, folds)} for number in range(folds)]
 
 
-def _biases(task: Task, config: FinetuneSection) -> Iterator[str]:
-    """Yields what is chosen on the examples of a fold that it is then scored on."""
+def _bias_warnings(task: Task, config: FinetuneSection) -> Iterator[str]:
+    """Yields a warning for each choice that is made on the examples that a fold is scored on."""
     if config.select == "best":
-        yield "each fold's score is a little too high, since it chose the step: give --finetune.select last"
+        yield "each fold's score is a little too high, since it selects the step; pass --finetune.select last"
     if config.calibrate:
-        yield "each fold's temperature fits the examples that it is scored on: their calibration is too good"
+        yield "each fold's temperature is fitted on the examples that it is scored on: calibration seems too good"
     if task.kind == "multi-label" or task.has_unanswerable:
-        what = "threshold of odds" if task.has_unanswerable else "thresholds of labels"
-        yield f"each fold's {what} are chosen on the examples that they are scored on: the scores are a little too high"
+        thresholds = "odds threshold is" if task.has_unanswerable else "label thresholds are"
+        yield f"each fold's {thresholds} chosen on the examples that it is scored on: scores are a little too high"
 
 
 def _check_classes(data: TaskData, folds: int) -> None:
@@ -328,43 +332,43 @@ def _check_classes(data: TaskData, folds: int) -> None:
     name = min(sizes, key=lambda name: sizes[name], default="")
     if sizes and sizes[name] < folds:
         raise InputError(
-            f"{data.train.path}: --folds {folds} with {sizes[name]} examples of the class {name!r}; lower --folds, or "
-            f"leave the class out with --label-map {name}="
+            f"{data.train.path}: only {sizes[name]} examples of the class {name!r} for --folds {folds}; lower --folds, "
+            f"or drop the class with --label-map {name}="
         )
 
 
 def _earlier_results(out: Path) -> Results:
-    """Returns the results of other calls; raises InputError for a folder that does not hold a fine-tuning."""
-    foreign = _visible(out)
+    """Returns the results of earlier calls; raises InputError if the folder is not of a fine-tuning."""
+    foreign = _visible_names(out)
     settings = out / "config.toml"
     if foreign and not (settings.is_file() and settings.read_text(errors="replace").startswith("[finetune]")):
-        raise InputError(f"{out}: holds {foreign[0]}, which is not of a fine-tuning; choose another folder for --out")
+        raise InputError(f"{out}: contains {foreign[0]} and is not a fine-tuning folder; choose another --out")
     if "results.json" not in foreign:
         return {}
     try:
         return read_object(out / "results.json")
     except InputError as error:
-        raise InputError(f"{error}; remove it: each seed's folder has its result.json") from None
+        raise InputError(f"{error}; remove the file: the folder of each seed has a result.json") from None
 
 
-def _visible(folder: Path) -> list[str]:
-    """Returns names in a folder, without hidden and half-written files."""
+def _visible_names(folder: Path) -> list[str]:
+    """Returns the names in a folder, without hidden and incomplete files."""
     return [name for name in foreign_names(folder) if not name.startswith(".")]
 
 
 def _check_folder(job: Job) -> None:
-    """Writes what the results depend on; raises InputError if the folder has results of other settings or data."""
+    """Writes the job's identity; raises InputError if the folder has results of other settings or data."""
     path = job.folder / IDENTITY
     now = json.loads(json.dumps(job.identity()))
     for folder in job.folder.glob("seed-*"):
         recover_all(folder)
-    if not path.exists() and job.folder.exists() and _visible(job.folder):
-        raise InputError(f"{path}: missing, though there are other files; choose another folder for --out")
+    if not path.exists() and job.folder.exists() and _visible_names(job.folder):
+        raise InputError(f"{path}: missing, but the folder has other files; choose another folder for --out")
     made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
     before = read_object(path) if made else {}
     before |= {"hardware": None, "finetune": present_names(before.get("finetune"), "finetune.")}
-    if made and (found := first_difference(before, now | {"hardware": None})):
-        raise InputError(f"{job.folder}: {found}; give the same to resume, or another --out")
+    if made and (difference := first_difference(before, now | {"hardware": None})):
+        raise InputError(f"{job.folder}: {difference}; use the same value to resume, or choose another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")
 
@@ -377,61 +381,61 @@ def _train_all(groups: Sequence[TaskRuns], out: Path, earlier: Results, callback
             for line in itertools.chain.from_iterable(job.describe() for job in group.jobs):
                 progress.say(line)
             with use_compute(group.jobs[0].work.compute):
-                for runs in _runs(group.planned, stop, progress, callbacks):
+                for runs in _train_planned(group.planned, stop, progress, callbacks):
                     if not any(runs[: len(group.jobs) * group.seeds]):
-                        continue  # an earlier session's are those of students alone, or of twins
+                        continue  # only comparisons (without a teacher, or untrained) are finished
                     known = results.get(group.name) or earlier.get(group.name) or {}
                     results[group.name] = summarize(group, runs, known)
                     replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
-            found = results[group.name]
-            seed = median_seed(found)
-            draw_curves(group)  # before the report, which shows them
-            scores = report_on(group, seed, found)
+            result = results[group.name]
+            seed = median_seed(result)
+            draw_curves(group)  # before the report, which includes them
+            scores = report_on(group, seed, result)
             if group.has_folds:
-                found["out_of_fold"] = scores
+                result["out_of_fold"] = scores
                 replace_file(out / "results.json", json.dumps(earlier | results, indent=2) + "\n")
             else:
                 (job,) = group.jobs
                 copy_submissions(out, job.folder, job.data, seed)
-            if len(found["runs"]) > 1 or group.twins or group.alone:
-                progress.say(summary_text(group, found))
+            if len(result["runs"]) > 1 or group.baselines or group.alone:
+                progress.say(summary_text(group, result))
             progress.say(f"{group.name}: report on seed {seed}: {group.folder / 'report.md'}")
     return results
 
 
-def _runs(
+def _train_planned(
     planned: Sequence[tuple[Job, int]], stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks
 ) -> Iterator[list[dict[str, Any] | None]]:
-    """Yields the results, None for an unfinished run: with those of earlier sessions, then again after each run."""
-    found = [
+    """Yields the results so far, None for an unfinished run: of earlier sessions, then again after each run."""
+    results = [
         _earlier_run(job, seed, stop, progress) if (job.folder / f"seed-{seed}" / RESULT).exists() else None
         for job, seed in planned
     ]
-    if any(found):
-        yield found
-    if None not in found:
+    if any(results):
+        yield results
+    if None not in results:
         return
     first, _ = planned[0]
     with closing(FinetuneStep(first.work.model().to(first.device), first.work, first.num_processes)) as step:
         for number, (job, seed) in enumerate(planned):
-            if found[number] is None:
-                found[number] = _train(SeedRun(job, step, seed), stop, progress, callbacks)
-                yield found
+            if results[number] is None:
+                results[number] = _train(SeedRun(job, step, seed), stop, progress, callbacks)
+                yield results
 
 
 def _earlier_run(job: Job, seed: int, stop: StopRequest, progress: FinetuningProgress) -> dict[str, Any]:
-    """Returns the result of a seed that an earlier session finished, scored again if data have changed."""
+    """Returns the result of a seed that an earlier session finished; scores it again if data have changed."""
     folder = job.folder / f"seed-{seed}"
     result = read_finished(folder, job.task.metric)
     progress.skip(job.num_tokens)
     outdated = outdated_splits(job, result)
-    kept = "from an earlier session"
+    origin = "from an earlier session"
     if outdated or result.get("splits", {}).keys() != job.predicted.keys():
         result = rescore(job, folder, result, outdated, stop)
-        names = " and ".join(each.name for each in outdated)
-        what = f"{names} predicted and scored again, as the data changed" if names else "removed splits are dropped"
-        kept = f"the model is {kept}; {what}"
-    progress.say(f"{_run_text(job, result)}, {kept}")
+        names = " and ".join(split.name for split in outdated)
+        change = f"{names} predicted and scored again, as the data changed" if names else "removed splits are dropped"
+        origin = f"model {origin}; {change}"
+    progress.say(f"{_run_text(job, result)}, {origin}")
     return result
 
 
@@ -455,7 +459,7 @@ def _train(run: SeedRun, stop: StopRequest, progress: FinetuningProgress, callba
 
 def _run_text(job: Job, run: Mapping[str, Any]) -> str:
     scores = "  ".join(score_texts(run, job.majority))
-    absent = "".join(f"; {split} has no example of {listed(names)}" for split, names in job.absent.items())
+    absent = "".join(f"; {split} has no examples of {listed(names)}" for split, names in job.absent.items())
     steps = f"step {run['best_step']}" if "best_step" in run else f"all {job.num_steps} steps"
     steps += f" by {run['selected_by']}" if "selected_by" in run else ""
     steps += f", stopped at {run['stopped_step']}" if "stopped_step" in run else ""

@@ -15,9 +15,9 @@ from electra_fast.model.compute import choose_device
 
 
 class FinetunedModel(Predictor, TextEncoder):
-    """A fine-tuned model: a folder that `finetune` wrote, or one of `transformers`' classes for these tasks.
+    """A fine-tuned model from a folder of `finetune`, or of the `transformers` classes for these tasks.
 
-    `predict` computes in the precision that was given; by default bf16 on CUDA, on a CPU the faster in a measurement.
+    `predict` computes in `precision`; by default bf16 on CUDA, and on a CPU the faster dtype in a short measurement.
     """
 
     def __init__(self, folder: str | Path, *, device: str = AUTO, precision: str = AUTO) -> None:

@@ -1,4 +1,4 @@
-"""A fine-tuned model's predictions for tokenized examples, in batches of similar lengths."""
+"""Predictions of a fine-tuned model for tokenized examples, in batches of similar lengths."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from electra_fast.model.compute import CPU_PRECISIONS, ComputeConfig, choose_pre
 from electra_fast.model.matmul import fastest_matmul
 from electra_fast.ops.weight_casts import WeightCasts
 
-# Tokens per batch; on a CPU, as many as fit in the caches.
+# Tokens per batch; on a CPU, they fit in the caches.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 4096}
-# Size of a measurement.
+# Size of the batch for speed measurements.
 _SAMPLE_ROWS = 4
 _SAMPLE_LENGTH = 128
 
 
 @dataclass(frozen=True)
 class Inference:
-    """A model in use, without dropout. Calls `before_batch` before each batch; it may raise."""
+    """A model for inference, without dropout. Calls `before_batch` before each batch; it may raise."""
 
     model: EncoderWithHead
     compute: ComputeConfig
     before_batch: Callable[[], None] | None = None
     batch_size: int | None = None
-    """Examples per batch; None for as many as suit the device."""
+    """Examples per batch; None: chosen for the device."""
     casts: WeightCasts | None = None
-    """Of a model that is used again and again."""
+    """Cached casts of the weights, for a model that is used repeatedly."""
 
     def __str__(self) -> str:
         parameters = list(self.model.parameters())
-        size = sum(each.numel() for each in parameters) / 1e6
+        size = sum(parameter.numel() for parameter in parameters) / 1e6
         return f"{size:.2f} M parameters, {str(self.compute.dtype).removeprefix('torch.')} on {parameters[0].device}"
 
     def by_example(self, encoded: EncodedExamples) -> tuple[NDArray[Any], ...]:
-        """Returns `model.predictions` for all examples, at least one, in their order; [n, ...] each."""
+        """Returns `model.predictions` for all examples, in order; [n, ...] each. There must be at least one example."""
         order: list[NDArray[Any]] = []
-        found: list[tuple[NDArray[Any], ...]] = []
+        batch_outputs: list[tuple[NDArray[Any], ...]] = []
         for examples, part, tensors in self.batches(encoded):
             order.append(examples[part.examples])
-            found.append(tuple(tensor.cpu().numpy() for tensor in tensors))
+            batch_outputs.append(tuple(tensor.cpu().numpy() for tensor in tensors))
         back = np.argsort(np.concatenate(order))
-        return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
+        return tuple(np.concatenate(output_batches)[back] for output_batches in zip(*batch_outputs, strict=True))
 
     def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
-        """As `by_example`, for a model that predicts per token; [tokens of `encoded.ids`, ...]."""
+        """Returns predictions of a model that predicts per token; [tokens of `encoded.ids`, ...]."""
         outputs: NDArray[Any] | None = None
         for _, part, (tensor,) in self.batches(encoded):
             sources = part.sources.ravel()
@@ -89,24 +89,22 @@ class Inference:
                 if self.before_batch is not None:
                     self.before_batch()
                 examples = pending.pop()
-                found = []
+                results = []
                 try:
                     for part in pack(encoded, examples, are_alike=True, in_one_row=compute.computes_segments(device)):
                         with use_compute(compute):
                             tensors = model.predictions(Inputs.of(part, device), compute)
                         if compute.dtype == torch.float16 and any(tensor.isnan().any() for tensor in tensors):
-                            raise InputError(
-                                'activations exceed 65504, the largest number of fp16: set precision = "fp32"'
-                            )
-                        found.append((examples, part, tensors))
+                            raise InputError('activations exceed 65504, the maximum of fp16; set precision = "fp32"')
+                        results.append((examples, part, tensors))
                 except (RuntimeError, MemoryError) as error:
                     if len(examples) < 2 or not is_out_of_memory(error):
                         raise
-                    # This batch and those that follow, which are longer, in halves.
-                    halves = (np.array_split(each, 2)[::-1] for each in (*pending, examples))
+                    # Split this batch and the following ones, which are longer, in half.
+                    halves = (np.array_split(batch, 2)[::-1] for batch in (*pending, examples))
                     pending = [half for pair in halves for half in pair if len(half)]
-                    found = []
-                yield from found
+                    results = []
+                yield from results
         if was_training:
             model.train()
 
@@ -116,7 +114,7 @@ def _casts(model: EncoderWithHead, compute: ComputeConfig, device: torch.device)
 
 
 def choose_inference(model: EncoderWithHead, device: torch.device, precision: str = AUTO) -> tuple[Inference, str]:
-    """Returns how a model predicts, and a line for the user; on a CPU, a short measurement decides."""
+    """Returns the settings for inference and a line for the user; on a CPU, chosen by a short measurement."""
     shape = dataclasses.replace(model.shape, attention_dropout=0.0)
     note = ""
     matmul = fastest_matmul(shape, device)

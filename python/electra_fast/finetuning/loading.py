@@ -1,4 +1,4 @@
-"""`load`: any model for use from Python, by its folder."""
+"""`load`: opens the folder of any model for use from Python."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def load(
 
     Args:
         path: A run (its latest checkpoint), a checkpoint, an export or one of its folders; a folder that `finetune`
-            wrote, or one that `export --onnx` made of it, which needs no torch; or a folder of `transformers` or
+            wrote; a folder that `export --onnx` wrote, which needs no torch; or a folder of `transformers` or
             sentence-transformers: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, DeBERTaV2 and V3.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
-        precision: Of the activations: `fp32`, `fp16` or `bf16`. With `auto`, `encode` computes in fp32, as
-            sentence-transformers does; `predict` and `detect` in bf16 on CUDA, on a CPU in the faster of a measurement.
-            A model in ONNX has its own.
+        precision: Dtype of activations: `fp32`, `fp16` or `bf16`. With `auto`, `encode` computes in fp32, like
+            sentence-transformers; `predict` and `detect` compute in bf16 on CUDA, and on a CPU in the faster dtype in a
+            short measurement. An ONNX model has a fixed precision.
 
     Raises:
         FileNotFoundError, ValueError: The message names the file, field, value and remedy.
@@ -46,11 +46,11 @@ def load(
 
 
 def load_finetuned(folder: Path, device: str, precision: str) -> FinetunedModel | OnnxModel:
-    """Loads a fine-tuned model; raises as `load`, also for a folder that is none."""
+    """Loads a fine-tuned model; raises the errors of `load`, also for a folder of another kind."""
     if read_description(folder).onnx:
         from electra_fast.finetuning.onnx_model import OnnxModel
 
         return OnnxModel(folder, device=device, precision=precision)
-    from electra_fast.finetuning.finetuned_model import FinetunedModel  # imports torch, which not all folders need
+    from electra_fast.finetuning.finetuned_model import FinetunedModel  # imports torch, which ONNX does without
 
     return FinetunedModel(folder, device=device, precision=precision)

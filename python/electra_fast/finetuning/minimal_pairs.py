@@ -1,4 +1,4 @@
-"""`evaluate` on minimal pairs: how often the better of two sentences scores higher (BLiMP, arXiv 1912.00582)."""
+"""`evaluate` on minimal pairs: the fraction with a higher score of the better sentence (BLiMP, arXiv 1912.00582)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from electra_fast.finetuning.scoring import TextScorer
 from electra_fast.messages import say
 from electra_fast.results import Result
 
-# Columns that name the kind of a pair in BLiMP's files and their kin; the first that a file has.
+# Columns with the group of a pair in BLiMP and similar files; the first one in a file is used.
 _GROUP_COLUMNS = ("UID", "paradigm")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PairsReport(Result):
-    """How often each score ranks the better sentence of a pair first, with ties counted half.
+    """The fraction of pairs in which each score ranks the better sentence first; a tie counts half.
 
     Args:
         pairs: Number of pairs.
-        accuracy: By score, the mean over the groups of their shares, as BLiMP reports it.
-        interval: By score, its 95 % confidence interval.
-        groups: By group, the number of pairs, and the share by score.
+        accuracy: By score, the fraction averaged over the groups, as BLiMP reports it.
+        interval: By score, the 95 % confidence interval of its accuracy.
+        groups: By group, the number of pairs, and the fraction by score.
     """
 
     pairs: int
@@ -43,9 +43,9 @@ class PairsReport(Result):
     groups: dict[str, dict[str, float]]
 
     def lines(self) -> Iterator[str]:
-        """Yields a line per score, and a table of the groups if there are several."""
+        """Yields one line per score, and a table of the groups if there are several."""
         number = f"{self.pairs:,} pairs" + (f" in {len(self.groups)} groups" if len(self.groups) > 1 else "")
-        yield f"{number}: percentage in which the better sentence scores higher, with its 95 % interval"
+        yield f"{number}: percentage with a higher score of the better sentence, and its 95 % interval"
         for kind, share in self.accuracy.items():
             low, high = self.interval[kind]
             yield f"  {kind:<14}{100 * share:5.1f}  ({100 * low:.1f} to {100 * high:.1f})"
@@ -81,60 +81,63 @@ def evaluate_pairs(
     no_header: bool = False,
     skip_bad_rows: int = 0,
 ) -> PairsReport:
-    """Evaluates a pre-trained model on minimal pairs, as `electra_fast.evaluate` describes."""
+    """Evaluates a pre-trained model on minimal pairs; see `electra_fast.evaluate`."""
     columns = as_names(text)
     if len(columns) not in (0, 2):
-        raise InputError(f"text = {', '.join(columns)}: must be two columns, the better sentence first")
+        raise InputError(f"text = {', '.join(columns)}: must be two columns; pass the better sentence first")
     files = pairs if isinstance(pairs, list) and pairs and not isinstance(pairs[0], Mapping) else [pairs]
-    found = list[tuple[str, str, str]]()
+    all_pairs = list[tuple[str, str, str]]()
     members = dict[str, list[int]]()
-    for each in files:
-        file = file_or_table("pairs", each)
+    for file_or_rows in files:
+        file = file_or_table("pairs", file_or_rows)
         source = Source(file, columns, (), 2, Dialect(quoting, delimiter, no_header), "auto", skip_bad_rows)
         with open_examples(_Pairs(), source) as examples:
             for pair, others in examples.rows:
-                by = group or next((name for name in _GROUP_COLUMNS if name in others), "")
+                group_column = group or next((name for name in _GROUP_COLUMNS if name in others), "")
                 if group and group not in others:
-                    raise InputError(f"{pair[2]}: no {group!r}; {available_columns(others)}; choose with --group")
-                members.setdefault(str(others[by]) if by else file.name.split(".")[0], []).append(len(found))
-                found.append(pair)
+                    raise InputError(
+                        f"{pair[2]}: no column {group!r}; {available_columns(others)}; choose with --group"
+                    )
+                name = str(others[group_column]) if group_column else file.name.split(".")[0]
+                members.setdefault(name, []).append(len(all_pairs))
+                all_pairs.append(pair)
         for note in examples.notes:
             say(note)
     scorer = TextScorer(model, device, precision or AUTO)
-    sentences = [sentence for pair in found for sentence in pair[:2]]
-    scores = scorer.score(sentences, scorer.kinds, lambda number: found[number // 2][2])
+    sentences = [sentence for pair in all_pairs for sentence in pair[:2]]
+    scores = scorer.score(sentences, scorer.kinds, lambda number: all_pairs[number // 2][2])
     better = {kind: values[::2] - values[1::2] for kind, values in scores.items()}
-    if num_equal := int(np.sum([not any(each) for each in zip(*better.values(), strict=True)])):
-        say(f"note: {num_equal:,} of {len(found):,} pairs have equal tokens in {model}, and count half")
+    if num_equal := int(np.sum([not any(differences) for differences in zip(*better.values(), strict=True)])):
+        say(f"note: {num_equal:,} of {len(all_pairs):,} pairs have identical tokens in {model} and count half")
     shares = {kind: (difference > 0) + 0.5 * (difference == 0) for kind, difference in better.items()}
     groups = {
-        name: {"pairs": len(own)} | {kind: float(right[own].mean()) for kind, right in shares.items()}
-        for name, own in members.items()
+        name: {"pairs": len(indices)} | {kind: float(right[indices].mean()) for kind, right in shares.items()}
+        for name, indices in members.items()
     }
     accuracy = {kind: float(np.mean([group[kind] for group in groups.values()])) for kind in shares}
     interval = {kind: _interval([(group[kind], int(group["pairs"])) for group in groups.values()]) for kind in shares}
-    report = PairsReport(len(found), accuracy, interval, groups)
+    report = PairsReport(len(all_pairs), accuracy, interval, groups)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         lines = (
             json.dumps(
-                {"better": found[pair][0], "worse": found[pair][1], "group": name}
+                {"better": all_pairs[pair][0], "worse": all_pairs[pair][1], "group": name}
                 | {kind: values[2 * pair : 2 * pair + 2].tolist() for kind, values in scores.items()}
             )
-            for name, own in members.items()
-            for pair in own
+            for name, indices in members.items()
+            for pair in indices
         )
         replace_file(Path(out) / "pairs.jsonl", "".join(f"{line}\n" for line in lines))
         replace_file(Path(out) / "evaluation.json", report.to_json() + "\n")
-        say(f"{Path(out) / 'evaluation.json'}: {len(found):,} pairs")
+        say(f"{Path(out) / 'evaluation.json'}: {len(all_pairs):,} pairs")
     return report
 
 
 def _interval(groups: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Returns the 95 % interval of a mean of shares, by the normal distribution.
+    """Returns the 95 % interval of a mean of fractions, by the normal distribution.
 
-    As of Agresti and Coull (1998), two successes and two failures are added to each variance, so that a share of 0 or 1
-    has an interval too.
+    Following Agresti and Coull (1998), two successes and two failures are added to each variance, so that fractions of
+    0 and 1 also have an interval.
     """
     mean = sum(share for share, _ in groups) / len(groups)
     adjusted = [((share * number + 2) / (number + 4), number + 4) for share, number in groups]

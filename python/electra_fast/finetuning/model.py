@@ -1,9 +1,9 @@
-"""The networks that are fine-tuned: a pre-trained encoder with a head, what they read, and what they predict.
+"""Networks for fine-tuning: a pre-trained encoder with a head, their inputs, and their predictions.
 
-Each task type has its own network, a `TaskModel`.
+Each task type has a network, a `TaskModel`.
 
-Shapes: R rows, L row length, T = R * L tokens of the flat buffer, n examples, S segments, D hidden, C outputs of the
-head (classes; 1 for a value).
+Shapes: R rows, L row length, T = R * L tokens in the flat buffer, n examples, S segments, D hidden, C outputs of the
+head (classes; 1 for regression).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from electra_fast.model.model import Encoder, glorot_uniform_
 from electra_fast.ops import operations as ops
 from electra_fast.ops.operations import Dropout
 
-# Call indices of the head's dropout, past those of any encoder.
+# First call index of the head's dropout, above the call indices of any encoder.
 _HEAD_CALL = 1 << 14
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of a `PackedBatch`, on a device; `first_n` are its `first_tokens`, `second_n` its `second_starts`."""
+    """The arrays of a `PackedBatch` on a device; `first_n` is `first_tokens`, and `second_n` is `second_starts`."""
 
     columns_5RL: Tensor
     cu_seqlens: Tensor
@@ -54,14 +54,14 @@ class Inputs:
         return self.columns_5RL, self.cu_seqlens, self.first_n, self.second_n
 
     def mask(self, backend: str, shape: ModelConfig) -> AttentionMask:
-        """Returns the mask in which every example attends to itself."""
+        """Returns the mask that restricts attention to tokens of the same example."""
         return AttentionMask.packed(self.columns_5RL[3], self.cu_seqlens, backend, shape.local_attention)
 
     def first_tokens(self, shape: ModelConfig) -> Queries:
-        """Returns the [CLS] of each example as queries to its segment, in a local layer to the segment's beginning."""
+        """Returns the [CLS] of each example as a query on its segment (in a local layer, on its beginning)."""
         _, _, positions_RL, segments_RL, _ = self.columns_5RL.unbind()
         row_R1 = torch.arange(len(segments_RL), device=self.first_n.device)[:, None]
-        # A row has fewer segments than tokens.
+        # Unique, since a row has fewer segments than tokens.
         segment_T = (row_R1 * segments_RL.shape[1] + segments_RL).flatten()
         if shape.is_local(shape.num_layers - 1):
             segment_T = segment_T.where(positions_RL.flatten() <= shape.local_attention // 2, -1)
@@ -78,9 +78,9 @@ class Inputs:
 
 
 class LinearHead(nn.Module):
-    """Dropout and one layer; [n, D] → fp32 [n, C].
+    """Dropout and one linear layer; [n, D] → fp32 [n, C].
 
-    On [CLS] the head of the paper and the published code, on tokens that of `transformers`' Electra and DebertaV2.
+    On [CLS] the paper's head, on tokens the head of Electra and DebertaV2 in `transformers`.
     """
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
@@ -93,9 +93,9 @@ class LinearHead(nn.Module):
 
 
 class ElectraHead(nn.Module):
-    """As `transformers`' ElectraClassificationHead: dropout, dense, gelu, dropout, one layer; [n, D] → fp32 [n, C].
+    """ElectraClassificationHead of `transformers`: dropout, dense, gelu, dropout, one layer; [n, D] → fp32 [n, C].
 
-    In `deberta` without the first dropout, as DebertaV2ForSequenceClassification.
+    For `deberta` without the first dropout, like DebertaV2ForSequenceClassification.
     """
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
@@ -112,7 +112,7 @@ class ElectraHead(nn.Module):
 
 
 class ModernHead(nn.Module):
-    """As in `transformers`' ModernBert classes: dense, gelu, norm, dropout, one layer; [n, D] → fp32 [n, C]."""
+    """The head of the ModernBert classes: dense, gelu, norm, dropout, one layer; [n, D] → fp32 [n, C]."""
 
     def __init__(self, shape: ModelConfig, num_outputs: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class ModernHead(nn.Module):
 
 
 def make_head(head: str, shape: ModelConfig, num_outputs: int, *, on_tokens: bool) -> nn.Module:
-    """Returns the module of `finetune.head`, for the hidden states of [CLS] or of all tokens."""
+    """Returns the module for `finetune.head`, on the hidden states of [CLS] or of all tokens."""
     if shape.architecture == "modernbert" and head == "transformers":
         return ModernHead(shape, num_outputs)
     return (ElectraHead if head == "transformers" and not on_tokens else LinearHead)(shape, num_outputs)
@@ -137,7 +137,7 @@ class EncoderWithHead(nn.Module, ABC):
     """Embeddings, encoder and a head."""
 
     only_first = False
-    """The head reads the hidden states of [CLS] alone."""
+    """The head reads only the hidden states of [CLS]."""
 
     def __init__(self, shape: ModelConfig, head: nn.Module) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class EncoderWithHead(nn.Module, ABC):
         return hidden
 
     def absolute(self, position_ids_T: Tensor) -> Tensor | None:
-        """Returns what `Encoder` takes as embeddings of absolute positions."""
+        """Returns embeddings of absolute positions for `Encoder`, or None."""
         return None
 
     @abstractmethod
@@ -167,7 +167,7 @@ class EncoderWithHead(nn.Module, ABC):
 
 
 class TaskModel(EncoderWithHead):
-    """A network that is fine-tuned; `head_kind` is `finetune.head`, which decides the head's initialization."""
+    """A network for fine-tuning; `head_kind` is `finetune.head` and determines the head's initialization."""
 
     def __init__(self, shape: ModelConfig, head: nn.Module, head_kind: str, head_dropout: float = 0.0) -> None:
         super().__init__(shape, head)
@@ -175,21 +175,21 @@ class TaskModel(EncoderWithHead):
         self.head_dropout = head_dropout
 
     def load_encoder(self, state: Mapping[str, Tensor]) -> None:
-        """Copies tensors, by the names of parameters, into embeddings and encoder."""
-        own = {name: p for name, p in self.named_parameters() if not name.startswith("head.")}
+        """Copies tensors into embeddings and encoder, by parameter name."""
+        parameters = {name: p for name, p in self.named_parameters() if not name.startswith("head.")}
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(state[name])
 
     def initialize_head(self, seed: int) -> None:
         """Sets biases to 0 and norms to 1, and draws matrices.
 
-        They are Glorot uniform in the head `published`, as is TensorFlow's default, else normal with a deviation
-        of 0.02, as in `transformers`.
+        Matrices are Glorot uniform in the head `published` (the default of TensorFlow), otherwise normal with a
+        standard deviation of 0.02, as in `transformers`.
         """
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.head.named_parameters():
-            values = torch.empty(parameter.shape)  # drawn on the CPU: the same head on every device
+            values = torch.empty(parameter.shape)  # drawn on the CPU for the same head on every device
             if parameter.dim() < 2:
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
             elif self.head_kind == "published":
@@ -212,7 +212,7 @@ class TaskModel(EncoderWithHead):
 
     @abstractmethod
     def losses(self, inputs: Inputs, targets: Tensor, compute: ComputeConfig, key: Tensor | None = None) -> Tensor:
-        """Returns the loss of each example, fp32 [n], or of each token, [R, L], given the whole batch."""
+        """Returns the loss of each example, fp32 [n], or of each token, [R, L]; the input is the whole batch."""
 
 
 class TeachableModel(TaskModel):

@@ -1,6 +1,6 @@
-"""The graph of a fine-tuned model: `transformers`' class by torch's exporter, compared with our network; and int8.
+"""The ONNX graph of a fine-tuned model: torch's export of the `transformers` class, checked against our network.
 
-`export` writes it, `onnx_model` reads it.
+`export` writes it, and `onnx_model` reads it. `quantize` converts it to int8.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from electra_fast.huggingface.tokenizer import INPUT_NAMES
 from electra_fast.model.compute import use_compute
 
 MAX_ERROR = 1e-4
-"""Largest difference from our network in fp32, as a fraction of the largest output."""
-# Products with weights, and tables of embeddings. Products of activations are slower in int8 than in fp32.
+"""Maximum difference from our network in fp32, as a fraction of the largest output."""
+# Matrix products with weights, and embedding tables. Products of activations are slower in int8 than in fp32.
 _QUANTIZED = ["MatMul", "Gemm", "Gather"]
 
 
 class _RawHead(nn.Module):
-    """An encoder of `transformers` and one layer on [CLS] or on all tokens, for which it has no class."""
+    """An encoder of `transformers` with a linear layer on [CLS] or on all tokens, for heads without a class."""
 
     def __init__(self, encoder: nn.Module, finetuned: Finetuned, on_tokens: bool) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class _RawHead(nn.Module):
 
 
 def write_finetuned_graph(source: Path, path: Path, predictor: FinetunedModel) -> float:
-    """Writes the model of a fine-tuned folder as an ONNX file, fp32; returns its largest difference from our network.
+    """Writes the model of a fine-tuned folder as an ONNX file in fp32; returns the largest difference from our network.
 
-    `predictor` is the folder's, in fp32 on the CPU. Raises ElectraFastError for a difference above `MAX_ERROR`.
+    `predictor` is the same model in fp32 on the CPU. Raises ElectraFastError for a difference above `MAX_ERROR`.
     """
     import transformers
 
@@ -66,15 +66,15 @@ def write_finetuned_graph(source: Path, path: Path, predictor: FinetunedModel) -
     error = _difference(predictor, path, finetuned)
     if not error <= MAX_ERROR:
         raise ElectraFastError(
-            f"{source}: the outputs of {ONNX_FILE} in onnxruntime differ by {error:.1e} of the largest from those in "
-            f"torch, more than {MAX_ERROR:g}; nothing was written, since the exporter has a fault: try other versions "
-            "of torch, transformers, onnx, onnxscript and onnxruntime"
+            f"{source}: the outputs of {ONNX_FILE} in onnxruntime differ from torch by {error:.1e} of the largest "
+            f"output, more than {MAX_ERROR:g}; nothing was written, since the exported graph is wrong: try other "
+            "versions of torch, transformers, onnx, onnxscript and onnxruntime"
         )
     return error
 
 
 def quantize(source: Path, target: Path) -> None:
-    """Writes an ONNX file with weights in int8 per channel; activations are quantized as they come."""
+    """Writes an ONNX file with int8 weights per channel; activations are quantized dynamically."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with quiet():
@@ -83,7 +83,7 @@ def quantize(source: Path, target: Path) -> None:
             target,
             op_types_to_quantize=_QUANTIZED,
             per_channel=True,
-            weight_type=QuantType.QInt8,  # with unsigned ones, products are as slow as in fp32
+            weight_type=QuantType.QInt8,  # unsigned int8 is as slow as fp32
             extra_options={"MatMulConstBOnly": True},
         )
 
@@ -94,7 +94,7 @@ def _difference(predictor: FinetunedModel, path: Path, finetuned: Finetuned) -> 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     shape = finetuned.shape
     error = 0.0
-    # Rows longer and shorter than the window of local attention, and than the exporter saw, padded.
+    # Padded rows that are longer and shorter than the local attention window and the exporter's sample.
     length = min(shape.max_positions, max(64, 2 * shape.local_attention))
     for lengths in ([length, length // 3, 3], [max(3, min(9, length)), 4]):
         random = np.random.default_rng(length)
@@ -107,15 +107,15 @@ def _difference(predictor: FinetunedModel, path: Path, finetuned: Finetuned) -> 
         for name, values in (("input_ids", ids), ("token_type_ids", types)):
             columns[name] = np.zeros(is_token.shape, np.int64)
             columns[name][is_token] = values
-        inputs = {each.name: columns[each.name] for each in session.get_inputs()}
-        found = session.run([*predictor.task_type.onnx_outputs], inputs)
+        inputs = {node.name: columns[node.name] for node in session.get_inputs()}
+        outputs = session.run([*predictor.task_type.onnx_outputs], inputs)
         expected = _outputs(predictor, encoded)
         if predictor.task_type.onnx_outputs.get("logits") == 2:
-            pairs = list(zip(found, [expected], strict=True))
+            pairs = list(zip(outputs, [expected], strict=True))
         else:
-            tokens = np.split(expected, len(found), axis=1) if len(found) > 1 else [expected]
-            pairs = [(each[is_token].reshape(own.shape), own) for each, own in zip(found, tokens, strict=True)]
-        error = max(error, *(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs))
+            tokens = np.split(expected, len(outputs), axis=1) if len(outputs) > 1 else [expected]
+            pairs = [(grid[is_token].reshape(flat.shape), flat) for grid, flat in zip(outputs, tokens, strict=True)]
+        error = max(error, *(float(np.abs(onnx - torch_).max() / np.abs(torch_).max()) for onnx, torch_ in pairs))
     return error
 
 

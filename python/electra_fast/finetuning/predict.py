@@ -1,4 +1,4 @@
-"""`predict`: the answers of a fine-tuned model to the examples of a file."""
+"""`predict`: predictions of a fine-tuned model for the examples of a file."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def predict(
 ) -> list[Prediction] | None:
     """Predicts the examples of a file with a fine-tuned model.
 
-    An answer also has the other columns of its row; those named like a field of the answer are in its field `input`.
-    With `out`, the file may be larger than memory, except for .json, and a pipe is answered as it comes.
+    An answer also has the other columns of its row; a column with the name of a field of the answer is in the field
+    `input`. With `out`, the file may be larger than memory, except for .json, and a pipe is answered line by line.
 
     Args:
-        model: A fine-tuned model, as `out/TASK/seed-0/model` of `finetune`.
-        file: The examples: .txt, one per line, .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; for tagging also
-            .conll, for questions SQuAD's .json; `-` is standard input.
-        out: A file for the answers, a line of JSON each; `-` is standard output. By default they are returned.
-        top_k: As for `FinetunedModel.predict`.
-        threshold: As for `FinetunedModel.predict`.
-        n_best: As for `FinetunedModel.predict`.
-        null_threshold: As for `FinetunedModel.predict`.
-        text: The text columns; by default those of training, or the usual ones.
-        quoting: Quotes around the cells of a table, as for `finetune`.
-        delimiter: Their separator; by default by extension and first line.
+        model: A fine-tuned model, such as `out/TASK/seed-0/model` of `finetune`.
+        file: The examples: .txt (one per line), .tsv, .csv, .jsonl, .json, .parquet, .arrow, or a URL; for tagging also
+            .conll, for question answering also a SQuAD .json file; `-` is standard input.
+        out: Output file with one JSON object per line; `-` is standard output. By default, the answers are returned.
+        top_k: See `FinetunedModel.predict`.
+        threshold: See `FinetunedModel.predict`.
+        n_best: See `FinetunedModel.predict`.
+        null_threshold: See `FinetunedModel.predict`.
+        text: The text columns; by default the columns of training, or the usual names.
+        quoting: Quotes around the cells of a table; see `finetune`.
+        delimiter: Cell separator of a table; by default inferred from the extension and the first line.
         no_header: The first line is data; the columns are named 0, 1, 2, ...
-        format: Read the file as if it had this extension; `auto` is by its own or, of a pipe, by its first line.
-        skip_bad_rows: Number of unusable rows that may be left out.
-        precision: Of the activations; `auto` is bf16 on CUDA, on a CPU the faster in a short measurement.
+        format: Read the file as if it had this extension; `auto`: its own extension or, for a pipe, by the first line.
+        skip_bad_rows: Maximum number of unusable rows to skip.
+        precision: Dtype of activations; `auto` is bf16 on CUDA, and on a CPU the faster one in a short measurement.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
 
     Returns:
-        An answer per example in their order, as of `FinetunedModel.predict`; None with `out`.
+        One answer per example, in order (see `FinetunedModel.predict`); None with `out`.
 
     Raises:
         FileNotFoundError, ValueError: The message names the file, line, value and remedy.
-        Interrupted: At a signal.
+        Interrupted: A signal stopped the command.
     """
     predictor = load_finetuned(Path(model), device, precision)
     settings = predictor._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)

@@ -1,4 +1,4 @@
-"""Streams examples to predict from a file, a pipe or standard input, with the columns that pass through."""
+"""Streams examples from a file, a pipe or standard input, together with the other columns of their rows."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class ExampleReader(ABC):
     """Reads the examples of one type of prediction."""
 
     usual_columns: tuple[tuple[str, ...], ...]
-    """Names of a table's text columns; the first that it has are read."""
+    """Candidates for a table's text columns; the first candidate that the table has is used."""
     formats: tuple[str, ...] = FORMATS
-    """Extensions of tables; other files go to `other_examples`."""
+    """Extensions of tables; other files are read by `other_examples`."""
     id_column: str | None = None
-    """A column that becomes part of the answers."""
+    """A column that is copied to the answers."""
 
     def reads_lines(self, path: Path, text: tuple[str, ...]) -> bool:
-        """Returns whether a file with a table's extension is not a table, but read by `other_examples`."""
+        """Returns whether `other_examples` reads a file, although it has a table's extension."""
         return False
 
     @abstractmethod
@@ -49,23 +49,23 @@ class ExampleReader(ABC):
         """Returns an example from the columns of a row; `number` counts from 0. Raises InputError if it is unusable."""
 
     def reads_row(self, row: Row, columns: tuple[str, ...]) -> bool:
-        """Returns whether each row of a table that begins with this one is an example."""
+        """Returns whether the rows of a table are examples, given its first row."""
         return bool(columns)
 
     def other_examples(self, file: Path, text: tuple[str, ...], quoting: Quoting) -> Iterator[Any] | None:
-        """Returns the examples of a file that is not a table of them; None if there are only tables."""
+        """Returns the examples of a file that is not a table of examples; None if only tables are supported."""
         return None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file to predict, and how it is read.
+    """A file of examples with its reading options.
 
     Args:
         path: The file; `-` is standard input.
         trained_text: The text columns of the training and validation files, if known.
         num_texts: Texts per example; None if unknown.
-        format: Read the file as if it had this extension; `auto` for its own.
+        format: Read the file as if it had this extension; `auto` uses the file's extension.
     """
 
     path: Path
@@ -79,10 +79,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples with the columns of their rows that are not part of them.
+    """Examples with the other columns of their rows.
 
     Args:
-        rows: Pairs of an example and its columns; raises InputError after more bad rows than allowed.
+        rows: Pairs of an example and its other columns; raises InputError if too many rows are unusable.
         is_idle: Returns whether the next example has not arrived yet.
         notes: Lines for the user; complete after the last example.
     """
@@ -94,7 +94,7 @@ class Examples:
 
 @contextlib.contextmanager
 def open_examples(reader: ExampleReader, source: Source) -> Iterator[Examples]:
-    """Opens a source. Raises FileNotFoundError, or InputError naming what cannot be used."""
+    """Opens a source. Raises FileNotFoundError, or InputError that names the unusable row, column or value."""
     source = dataclasses.replace(source, dialect=with_fields(source.dialect, (source.text, *source.trained_text)))
     is_table = extension(source.path) in ("", *reader.formats) and not reader.reads_lines(source.path, source.text)
     if source.format == "auto" and not is_table:
@@ -123,7 +123,7 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
     if source.num_texts not in (None, len(columns)):
         reads = "one text" if source.num_texts == 1 else "a pair of texts"
         names = " and ".join(columns)
-        raise InputError(f"{source.path}: {names}: this model reads {reads}; choose the columns with --text")
+        raise InputError(f"{source.path}: {names}: the model reads {reads}; choose the columns with --text")
     if not source.text and not source.trained_text and table.format != ".txt":
         table.notes.append(columns_note(source.path, f"text in {' and '.join(map(repr, columns))}", (), "label"))
     number = 0
@@ -146,21 +146,21 @@ def _rows(reader: ExampleReader, source: Source, table: OpenTable) -> Iterator[t
 
 
 def _columns(reader: ExampleReader, source: Source, table: OpenTable, first: Row) -> tuple[str, ...]:
-    """Returns the text columns: the chosen ones, those of training, or the usual ones; empty if it has none."""
+    """Returns the text columns: as chosen by the user, as in training, or with the usual names; empty if none match."""
     names = table.columns or tuple(first)
     if source.text:
         if table.columns is not None:
             check_columns(source.path, names, source.text, "--text")
         return source.text
     trained = [] if table.format == ".txt" else source.trained_text
-    trained = [each for each in trained if not _are_numbers(each) or set(each) <= set(names)]
+    trained = [columns for columns in trained if not _are_numbers(columns) or set(columns) <= set(names)]
     return next((columns for columns in trained or reader.usual_columns if set(columns) <= set(names)), ())
 
 
 def _others(
     reader: ExampleReader, source: Source, table: OpenTable, rows: Iterator[tuple[int, Row]], bad: BadRows
 ) -> Iterator[Any]:
-    """Yields the examples of a table whose rows are not examples; a pipe is first read to its end."""
+    """Yields the examples of a table whose rows are not examples; reads a pipe to its end first."""
     with tempfile.TemporaryDirectory() as folder:
         path = source.path
         if is_copied := is_stream(path) or source.format != "auto":
@@ -168,9 +168,9 @@ def _others(
         others = reader.other_examples(path, source.text, "auto" if is_copied else source.dialect)
         if others is None:
             trained = " or ".join(" and ".join(map(repr, names)) for names in source.trained_text)
-            wanted = f" {trained}, as in training" if trained else ""
+            expected = f" {trained}, as in training" if trained else ""
             _, first = next(rows)
-            raise InputError(f"{source.path}: no text column{wanted}; {available_columns(first)}; choose with --text")
+            raise InputError(f"{source.path}: no text column{expected}; {available_columns(first)}; choose with --text")
         if is_copied:
             _write_copy(path, rows)
             table.notes += bad.finish()
@@ -181,7 +181,7 @@ def _others(
 
 
 def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
-    """Writes rows as text, CSV or JSON lines, keeping their line numbers if possible."""
+    """Writes rows as text, CSV or JSON lines, with unchanged line numbers if possible."""
     with path.open("w", encoding="utf-8", newline="") as file:
         cells = csv.writer(file)
         number = 1
@@ -198,5 +198,5 @@ def _write_copy(path: Path, rows: Iterator[tuple[int, Row]]) -> None:
 
 
 def _are_numbers(columns: tuple[str, ...]) -> bool:
-    """Returns whether the columns are numbers, as in a file without a header."""
+    """Returns whether the column names are numbers, which stand for the columns of a file without a header."""
     return all(re.fullmatch(r"-?[0-9]+", name) for name in columns)

@@ -1,4 +1,4 @@
-"""Answers the examples of a file, a pipe or standard input as lines of JSON, for `predict` and `detect`."""
+"""Writes answers to the examples of a file, a pipe or standard input as JSON lines, for `predict` and `detect`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from electra_fast.finetuning.readers.rows import Row, with_columns
 from electra_fast.finetuning.task import Prediction
 from electra_fast.messages import say
 
-# Examples that are read, sorted by length and predicted together.
+# Number of examples that are read, sorted by length and predicted together.
 _CHUNK = 4096
 
 
@@ -35,21 +35,21 @@ def answer_file(
     preface: str,
     purpose: str,
 ) -> list[Prediction] | None:
-    """Writes an answer per example of a source, as lines of JSON in its order, or returns them.
+    """Writes one answer per example of a source, in order, as JSON lines, or returns the answers.
 
-    `predict` answers the examples that `reader` reads. A file `out` is complete or not there. `preface` is a line for
-    the user before the first answer, if any, and `purpose` what the model is for, for the error about a file that has
-    no examples for it. Raises as `electra_fast.predict`.
+    `predict` answers the examples that `reader` reads. The file `out` is written atomically. `preface` is a line for
+    the user before the first answer, or empty. `purpose` describes the model's use in the error about a file without
+    examples. Raises the errors of `electra_fast.predict`.
     """
     if out is not None and (Path(out).is_dir() or not Path(out).parent.is_dir()):
-        raise InputError(f"{out}: cannot be written; --out names a file in a folder that exists")
+        raise InputError(f"{out}: cannot be written; --out must be a file in an existing folder")
     returned = list[Prediction]()
     count = 0
     with contextlib.ExitStack() as stack:
         source = dataclasses.replace(source, path=stack.enter_context(local_file(source.path)))
         try:
             examples = stack.enter_context(open_examples(reader, source))
-            first = list(itertools.islice(examples.rows, 1))  # report errors before anything is written
+            first = list(itertools.islice(examples.rows, 1))  # raises errors before anything is written
         except InputError as error:
             raise InputError(f"{error}; {purpose}") from None
         examples = dataclasses.replace(examples, rows=itertools.chain(first, examples.rows))
@@ -69,9 +69,9 @@ def answer_file(
                     stream.writelines(json_text(answer, stream.encoding) for answer in answers)
                     stream.flush()
         except KeyboardInterrupt as stop:
-            kept = "are dropped" if out is None else "are written" if str(out) == "-" else f"are not in {out}"
+            outcome = "are dropped" if out is None else "are written" if str(out) == "-" else f"are not in {out}"
             number = getattr(stop, "signal", signal.SIGINT)
-            raise Interrupted(number, f"interrupted; {source.path}: {count:,} predictions {kept}") from None
+            raise Interrupted(number, f"interrupted; {source.path}: {count:,} predictions {outcome}") from None
     seconds = time.monotonic() - started
     for line in examples.notes[num_notes:]:
         say(line)
@@ -80,12 +80,12 @@ def answer_file(
 
 
 def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
-    """Yields as many examples as are predicted together or have arrived, also those before an error."""
+    """Yields chunks of at most `_CHUNK` examples that have arrived; raises an error after the last chunk."""
     chunk: list[tuple[Any, Row]] = []
     error = None
     try:
-        for each in examples.rows:
-            chunk.append(each)
+        for example in examples.rows:
+            chunk.append(example)
             if len(chunk) == _CHUNK or examples.is_idle():
                 yield chunk
                 chunk = []
@@ -99,7 +99,7 @@ def _chunks(examples: Examples) -> Iterator[list[tuple[Any, Row]]]:
 
 @contextlib.contextmanager
 def _output(path: Path) -> Iterator[TextIO]:
-    """Opens standard output, or a file that is renamed when complete; pipes and devices are written directly."""
+    """Opens standard output, a pipe or device, or a temporary file that is renamed when complete."""
     if str(path) == "-":
         yield sys.stdout
         return

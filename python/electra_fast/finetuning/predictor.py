@@ -1,6 +1,6 @@
-"""What predicts with a fine-tuned model, in whatever library it computes: the base of `FinetunedModel` and `OnnxModel`.
+"""`Predictor`: predictions of a fine-tuned model. `FinetunedModel` and `OnnxModel` derive from it.
 
-It needs no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from electra_fast.huggingface.source import open_tokenizer
 
 
 class Predictor:
-    """A fine-tuned model in use; subclasses set `_inference`, a dataclass with the methods of `Outputs`."""
+    """A fine-tuned model; subclasses set `_inference`, a dataclass with the methods of `Outputs`."""
 
     note = ""
     """A line for the user, shown before the first answer."""
@@ -41,7 +41,7 @@ class Predictor:
         self.label_columns = finetuned.label_columns
         self.task_type = TASK_TYPES[finetuned.kind]
         self._settings = {name: value for name, value in finetuned.settings.items() if name != "n_best"}
-        # The tags of a model from elsewhere delimit entities if one looks like B-PER.
+        # Without a recorded scheme, tags delimit entities if one looks like B-PER.
         scheme = "IOB2" if any(label[1:2] == "-" for label in finetuned.labels) else "none"
         task = Task(
             name=finetuned.kind,
@@ -71,50 +71,51 @@ class Predictor:
         n_best: int | None = None,
         null_threshold: float | None = None,
     ) -> list[Prediction]:
-        """Returns an answer per example, in their order.
+        """Returns one answer per example, in order.
 
-        Examples are as below, or rows: a data frame, a pyarrow Table, a `Dataset`, or a list of dicts.
+        Examples are as described below, or rows: a data frame, a pyarrow Table, a `Dataset`, or a list of dicts.
 
-        Classification and regression: examples are texts, or pairs of texts. `{"label": name, "scores": {name:
-        probability}}` for classes, `{"labels": [...], "scores": {...}}` for several labels at once, `{"value": x}` for
-        regression.
+        Classification and regression: examples are texts or pairs of texts. Answers are `{"label": name, "scores":
+        {name: probability}}` for classes, `{"labels": [...], "scores": {...}}` for multi-label classification, and
+        `{"value": x}` for regression.
 
-        Tagging: examples are texts, or lists of words. `{"words": [...], "tags": [...], "scores": [...], "spans":
-        [{"start", "end", "text", "label", "score"}, ...]}`: a tag per word and its probability, and the entities with
-        their characters.
+        Tagging: examples are texts or lists of words. Answers are `{"words": [...], "tags": [...], "scores": [...],
+        "spans": [{"start", "end", "text", "label", "score"}, ...]}`: a tag per word with its probability, and the
+        entities with their character offsets.
 
-        Question answering: examples are pairs of a question and a context, or rows. `{"id", "answer",
-        "start", "end", "score", "null_odds"}`; `answer` is empty where `null_odds` exceed `null_threshold`.
+        Question answering: examples are pairs of a question and a context, or rows. Answers are `{"id", "answer",
+        "start", "end", "score", "null_odds"}`; `answer` is empty if `null_odds` exceeds `null_threshold`.
 
         Args:
             examples: The examples.
-            text: The text columns of rows; by default those of training, or the usual ones.
-            top_k: For classes: the number of labels in `scores`, best first; by default all.
-            threshold: For several labels at once: the probability above which each is chosen, in place of its own.
+            text: The text columns of rows; by default the columns of training, or the usual names.
+            top_k: For classification: the number of labels in `scores`, best first; by default all.
+            threshold: For multi-label classification: the probability above which a label is predicted; by default
+                each label has a threshold in the model.
             n_best: For question answering: the number of answers to list in `n_best`.
-            null_threshold: For question answering: the threshold of `null_odds`, in place of the model's own.
+            null_threshold: For question answering: the threshold of `null_odds`; by default the model's.
         """
         settings = self._chosen(top_k=top_k, threshold=threshold, n_best=n_best, null_threshold=null_threshold)
         split = self._split(examples, text)
         return self.predict_split(split, **settings) if split.texts else []
 
     def predict_split(self, split: Split, batch_size: int | None = None, **settings: Any) -> list[Prediction]:
-        """Returns an answer per example of a split."""
+        """Returns one answer per example of a split."""
         features = self.task_type.features(self.tokenizer, split, self._config)
         inference = dataclasses.replace(self._inference, batch_size=batch_size)
         outputs = self.task_type.predict(inference, features, self._config)
         return list(self.task_type.answers(self.task, split, features, outputs, self._settings | settings))
 
     def _chosen(self, **settings: float | None) -> dict[str, Any]:
-        """Returns the settings that are given; raises InputError for one that is not for this kind of task."""
-        given = {name: value for name, value in settings.items() if value is not None}
-        refuse(given, self.task_type.prediction_settings, f"not for {self.kind}")
-        return given
+        """Returns the settings that are not None; raises InputError for a setting of another kind of task."""
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        refuse(chosen, self.task_type.prediction_settings, f"not for {self.kind}")
+        return chosen
 
     def outputs(self, examples: Iterable[Any], *, text: str | Sequence[str] = ()) -> Any:
-        """Returns logits, float32 [n, labels], in tagging [words, labels]; values, float64 [n, 1]; or readings.
+        """Returns logits, float32 [n, labels], or [words, labels] for tagging; values, float64 [n, 1]; or readings.
 
-        `examples` and `text` are as for `predict`.
+        For `examples` and `text`, see `predict`.
         """
         split = self._split(examples, text)
         if not split.texts:
@@ -122,37 +123,37 @@ class Predictor:
         return self.outputs_of(split)
 
     def outputs_of(self, split: Split) -> Any:
-        """Returns the outputs for a split, which has examples."""
+        """Returns the outputs for a split with at least one example."""
         features = self.task_type.features(self.tokenizer, split, self._config)
         return self.task_type.in_units(self.task, self.task_type.predict(self._inference, features, self._config))
 
     def source(self, path: Path, text: str | Sequence[str] = (), **options: Any) -> Source:
-        """Returns how examples are read from a file or a table."""
+        """Returns the source for the examples of a file or a table."""
         return Source(path, as_names(text), self.text_columns, self.num_texts or self.task_type.num_texts, **options)
 
     def _split(self, examples: Any, text: str | Sequence[str]) -> Split:
         if isinstance(examples, (str, bytes, Mapping)):
-            raise InputError("predict takes a list of examples; put a single one into a list")
+            raise InputError("predict takes a list of examples; put a single example into a list")
         examples = examples if is_table(examples) else list(examples)
         if is_table(examples):
             table = MemoryTable.of("examples", examples)
             with open_examples(self.task_type, self.source(table, text)) as opened:
                 examples = [example for example, _ in opened.rows] if len(table.content) else []
         elif text:
-            raise InputError(f"text = {text!r} names columns, but the examples are not rows of a table")
+            raise InputError(f"text = {text!r}: names columns, but the examples are not rows of a table; remove it")
         return self.task_type.split(examples, self.num_texts)
 
 
 def _prediction_config(finetuned: Finetuned) -> FinetuneSection:
     """Returns the configuration for prediction; raises InputError if the folder's settings are invalid."""
-    names = {each.name for each in dataclasses.fields(FinetuneSection)}
+    names = {key.name for key in dataclasses.fields(FinetuneSection)}
     settings = {name: value for name, value in finetuned.settings.items() if name in names}
     thresholds = finetuned.settings.get("thresholds", {})
     threshold = finetuned.settings.get("null_threshold")
-    if not isinstance(thresholds, dict) or not all(type(each) in (int, float) for each in thresholds.values()):
-        raise InputError(f"config.json: {SETTINGS_KEY}: thresholds = {thresholds!r} must be numbers by label")
+    if not isinstance(thresholds, dict) or not all(type(value) in (int, float) for value in thresholds.values()):
+        raise InputError(f"config.json: {SETTINGS_KEY}: thresholds = {thresholds!r}: must be numbers by label")
     if threshold is not None and type(threshold) not in (int, float):
-        raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r} must be a number")
+        raise InputError(f"config.json: {SETTINGS_KEY}: null_threshold = {threshold!r}: must be a number")
     try:
         return FinetuneSection(
             head=cast(Any, finetuned.head), head_dropout=0.0, sequence_length=finetuned.sequence_length, **settings

@@ -1,13 +1,13 @@
-"""Scores of texts by a pre-trained model, without training, and the share of minimal pairs that they rank correctly.
+"""Scores of texts with a pre-trained model, without fine-tuning. `minimal_pairs` ranks pairs of sentences by them.
 
-A text's score is a sum over its tokens, without [CLS] and [SEP] (bench/LOG.md compares other sums):
+A text's score is a sum over its tokens without [CLS] and [SEP] (bench/LOG.md compares other sums):
 
-* `discriminator`: log(1 - D), with D the probability that the token was replaced.
-* `both`: log(1 - D) + 0.02 log p(token), with p by the generator as below. Electric's sum, log p - logit(D) (arXiv
-  2012.08561), ranks fewer pairs correctly than the discriminator alone.
-* `corrective`: log p(token), by a network that reads the text as it is and predicts the original tokens: the
+* `discriminator`: log(1 - D), where D is the probability that the token was replaced.
+* `both`: log(1 - D) + 0.02 log p(token), where p is the `generator` probability below. The sum in Electric, log p -
+  logit(D) (arXiv 2012.08561), ranks fewer pairs correctly than the discriminator alone.
+* `corrective`: log p(token), from a network that reads the unmasked text and predicts the original tokens: the
   discriminator with its corrective head, or the encoder of `replace-mlm` and `all-tokens-mlm`.
-* `generator`: log p(token) with this token alone masked, the pseudo-log-likelihood of a masked language model (Salazar
+* `generator`: log p(token) with only this token masked, the pseudo-log-likelihood of a masked language model (Salazar
   et al., arXiv 1910.14659).
 
 Shapes: N texts, n tokens of all texts, T tokens of a batch, D hidden.
@@ -44,16 +44,16 @@ from electra_fast.progress import EncodingProgress
 Scores = NDArray[np.float64]
 
 KINDS = ("discriminator", "both", "corrective", "generator")
-"""Kinds of scores. The default of a model is the first that it has."""
-# The scores that `both` sums, and the weight of the second, chosen on half of BLiMP's paradigms.
+"""Kinds of scores. The default is the first kind that a model has."""
+# The summands of `both`, and the weight of the second, chosen on half of BLiMP's paradigms.
 _BOTH = ("discriminator", "generator")
 _GENERATOR_WEIGHT = 0.02
-# Tokens of masked copies of texts that are in memory at once.
+# Maximum number of tokens of masked copies in memory.
 _COPIED_TOKENS = 1 << 21
 
 
 class PretrainedNetwork(EncoderWithHead):
-    """A network of a pre-trained model, with the head that detects replaced tokens or none."""
+    """A network of a pre-trained model, with the head for replaced tokens or without a head."""
 
     def __init__(self, model: Electra, role: str, head: nn.Module | None = None) -> None:
         with torch.device("meta"):
@@ -63,31 +63,31 @@ class PretrainedNetwork(EncoderWithHead):
         self._decoders = (model.generator_head,) if role == "generator" else ()  # no submodules
 
     def absolute(self, position_ids_T: Tensor) -> Tensor | None:
-        """As in the base class."""
+        """Returns the generator's embeddings of absolute positions, or None."""
         return self._decoders[0].absolute(position_ids_T) if self._decoders else None
 
     def predictions(self, inputs: Inputs, compute: ComputeConfig) -> tuple[Tensor, ...]:
-        """Returns the head's outputs or the hidden states of all tokens; [T, ...]."""
+        """Returns the head's outputs, or hidden states if there is no head; [T, ...]."""
         hidden_TD = self.hidden_states(inputs, compute)
         is_bare = isinstance(self.head, nn.Identity)
         return (hidden_TD if is_bare else self.head(hidden_TD, inputs.columns_5RL[2].flatten()),)
 
 
 class TextScorer:
-    """The networks of a run, a checkpoint or Hugging Face folders that score texts.
+    """Scores texts with the networks of a run, a checkpoint or Hugging Face folders.
 
-    Raises as `read_model`.
+    Raises the errors of `read_model`.
     """
 
     def __init__(self, source: str | Path, device: str = AUTO, precision: str = AUTO) -> None:
         self.source = Path(source)
-        on = choose_device(device)
-        self._model = model = read_model(source).to(on)
+        torch_device = choose_device(device)
+        self._model = model = read_model(source).to(torch_device)
         _, self._tokenizer = open_tokenizer(self.source, model.config.model.vocab_size)
         precision = "fp32" if precision == AUTO else precision
         networks = {role: PretrainedNetwork(model, role) for role in model.networks}
-        self._networks = {role: choose_inference(each, on, precision)[0] for role, each in networks.items()}
-        # By kind: a network and its head. Hugging Face folders do not have the corrective head.
+        self._networks = {role: choose_inference(net, torch_device, precision)[0] for role, net in networks.items()}
+        # Network and head by kind. Hugging Face folders do not have the corrective head.
         self._heads = {
             "discriminator": ("discriminator", "discriminator_head"),
             "corrective": ("encoder", "encoder_head"),
@@ -95,75 +95,77 @@ class TextScorer:
         }
         if checkpoint_of(self.source) and hasattr(model, "corrective_head"):
             self._heads["corrective"] = ("discriminator", "corrective_head")
-        found = {kind for kind, (role, _) in self._heads.items() if role in model.networks}
-        if found.issuperset(_BOTH):
-            found.add("both")
-        self.kinds = tuple(kind for kind in KINDS if kind in found)
-        """The kinds of scores that this model has."""
+        available = {kind for kind, (role, _) in self._heads.items() if role in model.networks}
+        if available.issuperset(_BOTH):
+            available.add("both")
+        self.kinds = tuple(kind for kind in KINDS if kind in available)
+        """The kinds of scores that the model supports."""
 
     def score(
         self, texts: Iterable[str], kinds: Collection[str], place: Callable[[int], str], *, progress: bool = True
     ) -> dict[str, Scores]:
-        """Returns scores by kind, float64 [N] each, as `PretrainedModel.score` does. Equal tokens have equal scores.
+        """Returns scores by kind, float64 [N] each; see `PretrainedModel.score`. Texts with equal tokens score equally.
 
-        `place` names a text by its number, for messages.
+        `place` maps the index of a text to its name in messages.
         """
         for kind in kinds:
             if kind not in self.kinds:
-                raise InputError(f"{self.source}: has no score {kind!r}, only {', '.join(self.kinds)}")
+                raise InputError(f"{self.source}: score {kind!r}: must be one of {', '.join(self.kinds)} here")
         pieces = self._tokenizer.encode_batch(checked_texts(texts, "score"))
         longest = self._model.config.model.max_positions
         special = self._tokenizer.special_tokens
         for number, ids in enumerate(pieces):
             if not 0 < len(ids) <= longest - 2:
-                limits = f"this model scores texts of 1 to {longest - 2:,}"
-                raise InputError(f"{place(number)}: {len(ids):,} tokens; {limits}")
+                limits = f"must have 1 to {longest - 2:,} tokens for this model"
+                raise InputError(f"{place(number)}: {limits}, got {len(ids):,}")
         places: dict[bytes, int] = {}
-        which = [places.setdefault(ids.astype(np.int32).tobytes(), len(places)) for ids in pieces]
+        text_indices = [places.setdefault(ids.astype(np.int32).tobytes(), len(places)) for ids in pieces]
         if not places:
             return dict.fromkeys(kinds, np.zeros(0))
         distinct = (np.frombuffer(key, np.int32) for key in places)
-        encoded = _joined([np.array([special["cls"], *ids, special["sep"]], np.int32) for ids in distinct])
+        encoded = _concatenate([np.array([special["cls"], *ids, special["sep"]], np.int32) for ids in distinct])
         is_text = np.ones(len(encoded.ids), np.bool_)
         is_text[encoded.offsets[:-1]] = is_text[encoded.offsets[1:] - 1] = False
         starts = encoded.offsets[:-1] - 2 * np.arange(len(encoded))
         parts = {part: None for kind in kinds for part in (_BOTH if kind == "both" else (kind,))}
         by_token = self._by_token(encoded, parts, progress)
-        found = {part: np.add.reduceat(values[is_text], starts)[which] for part, values in by_token.items()}
+        scores = {part: np.add.reduceat(values[is_text], starts)[text_indices] for part, values in by_token.items()}
         if "both" in kinds:
-            found["both"] = found["discriminator"] + _GENERATOR_WEIGHT * found["generator"]
-        return {kind: found[kind] for kind in kinds}
+            scores["both"] = scores["discriminator"] + _GENERATOR_WEIGHT * scores["generator"]
+        return {kind: scores[kind] for kind in kinds}
 
     @torch.no_grad()
     def _by_token(self, encoded: EncodedExamples, kinds: Collection[str], progress: bool) -> dict[str, Scores]:
-        """Returns what each of `encoded.ids` adds to a score, float64, by kind."""
-        by_role: dict[str, list[str]] = {}  # what a pass over the texts as they are gives
+        """Returns each token's summand in the score, float64 [tokens of `encoded.ids`], by kind."""
+        by_role: dict[str, list[str]] = {}  # kinds that need one pass over the unmasked texts
         for kind in kinds:
             if kind != "generator":
                 by_role.setdefault(self._heads[kind][0], []).append(kind)
-        found = {kind: np.zeros(len(encoded.ids)) for kind in kinds}
+        log_probabilities = {kind: np.zeros(len(encoded.ids)) for kind in kinds}
         copies = encoded.lengths - 2 if "generator" in kinds else np.zeros_like(encoded.lengths)
         num_tokens = int((encoded.lengths * (copies + len(by_role))).sum())
         with EncodingProgress("score", num_tokens, shown=progress) as shown:
-            for role, own in by_role.items():
+            for role, role_kinds in by_role.items():
                 for _, part, (hidden_TD,) in self._networks[role].batches(encoded):
                     is_token = part.sources >= 0
                     positions = part.columns[2].ravel()
-                    for kind in own:
+                    for kind in role_kinds:
                         if kind == "discriminator":
                             addends = self._log_original(hidden_TD, positions)[is_token.ravel()]
                         else:
                             addends = self._log_p(kind, hidden_TD[is_token.ravel()], part.columns[0][is_token])
-                        found[kind][part.sources[is_token]] = addends
+                        log_probabilities[kind][part.sources[is_token]] = addends
                     shown.advance(part.num_tokens)
-            for texts in _parts(encoded.lengths * copies):
-                tokens, positions, masked_copies = _masked(encoded, texts, self._tokenizer.special_tokens["mask"])
+            for texts in _text_ranges(encoded.lengths * copies):
+                mask = self._tokenizer.special_tokens["mask"]
+                tokens, positions, masked_copies = _mask_each_token(encoded, texts, mask)
                 for copy, part, (hidden_TD,) in self._networks["generator"].batches(masked_copies):
                     chosen = copy[part.examples]
                     hidden = hidden_TD[torch.from_numpy(part.first_tokens + positions[chosen])]
-                    found["generator"][tokens[chosen]] = self._log_p("generator", hidden, encoded.ids[tokens[chosen]])
+                    masked = tokens[chosen]
+                    log_probabilities["generator"][masked] = self._log_p("generator", hidden, encoded.ids[masked])
                     shown.advance(part.num_tokens)
-        return found
+        return log_probabilities
 
     def _log_original(self, hidden_TD: Tensor, positions: NDArray[np.int32]) -> Scores:
         """Returns the log probability that each token is original, from hidden states; float64 [T]."""
@@ -183,23 +185,23 @@ class TextScorer:
             return -nll_M.double().cpu().numpy()
 
 
-def _joined(rows: list[NDArray[np.int32]]) -> EncodedExamples:
+def _concatenate(rows: list[NDArray[np.int32]]) -> EncodedExamples:
     ids = np.concatenate(rows)
     lengths = [0, *map(len, rows)]
     return EncodedExamples(ids, np.zeros_like(ids), np.cumsum(lengths, dtype=np.int64), 0, ())
 
 
-def _parts(sizes: NDArray[np.int64]) -> Iterator[range]:
-    """Yields ranges of texts whose masked copies have about `_COPIED_TOKENS` tokens; none for texts without copies."""
+def _text_ranges(sizes: NDArray[np.int64]) -> Iterator[range]:
+    """Yields ranges of texts whose masked copies have about `_COPIED_TOKENS` tokens; nothing if there are no copies."""
     ends = np.cumsum(sizes)
     starts = np.flatnonzero(np.diff(ends // _COPIED_TOKENS, prepend=-1)).tolist()
-    yield from (range(*each) for each in itertools.pairwise([*starts, len(sizes)]) if ends[-1])
+    yield from (range(*bounds) for bounds in itertools.pairwise([*starts, len(sizes)]) if ends[-1])
 
 
-def _masked(
+def _mask_each_token(
     encoded: EncodedExamples, texts: range, mask: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], EncodedExamples]:
-    """Returns the copies of texts with one token masked each, and by copy that token's index in all and in its text."""
+    """Copies texts with one token masked each; returns that token's index in all tokens and in its text, and copies."""
     copies = list[NDArray[np.int32]]()
     positions = []
     tokens = []
@@ -212,4 +214,4 @@ def _masked(
         copies += [*rows]
         positions.append(inner)
         tokens.append(start + inner)
-    return np.concatenate(tokens), np.concatenate(positions), _joined(copies)
+    return np.concatenate(tokens), np.concatenate(positions), _concatenate(copies)

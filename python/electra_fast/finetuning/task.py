@@ -1,4 +1,4 @@
-"""The data model of fine-tuning: a task and its splits, as the readers return them."""
+"""The data model of fine-tuning: a task and its splits. The readers return them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from electra_fast.errors import InputError
 NO_CLASS = -1
 """The class id of a test example without a label."""
 Prediction = dict[str, Any]
-"""A model's answer for an example, as JSON has it."""
+"""A model's answer for an example, as JSON."""
 Answers = Sequence[Prediction]
 Scores = Mapping[str, Any]
-"""Scores by name; for labels also the table of their thresholds."""
+"""Scores by name; for multi-label tasks also the table of thresholds."""
 Settings = Mapping[str, Any]
-"""What prediction needs besides the weights, or a user's choices, by name."""
+"""Settings for prediction by name, stored with the weights or chosen by the user."""
 
 
 class Answer(NamedTuple):
@@ -29,28 +29,28 @@ class Answer(NamedTuple):
 
     text: str
     start: int
-    """Its first character in the context, counted in Unicode code points."""
+    """Position of the first character in the context, in Unicode code points."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task: what is predicted, and how it is scored."""
+    """A task: its type, labels and metric."""
 
     name: str
-    """A task such as `sst2` or `squad2`; for a user's own data, the task type."""
+    """A benchmark task such as `sst2` or `squad2`; for the user's data, the task type."""
     kind: str
     """The task type, a key of `tasks.TASK_TYPES`."""
     labels: tuple[str, ...] = ()
-    """Names by class id; of tagging, the tags; empty for regression and question answering."""
+    """Names by class id; for tagging, the tags; empty for regression and question answering."""
     metric: str
-    """The score that is reported, a key of what `TaskType.scores` returns."""
+    """The main score, a key of the result of `TaskType.scores`."""
     shift: float = 0.0
     """Regression: the model is trained on (value - shift) / scale."""
     scale: float = 1.0
     scheme: str = "none"
-    """Tagging: `IOB2` where tags delimit entities (in any scheme in the file), `none` where each is a label."""
+    """Tagging: `IOB2` if tags delimit entities (in any scheme in the file), `none` if each tag is a label."""
     has_unanswerable: bool = False
-    """Question answering: a question may have no answer in its context."""
+    """Question answering: some questions have no answer in their context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +61,21 @@ class Split:
     """`train`, `dev`, `dev-mismatched`, `test`, ..."""
     path: Path
     texts: list[tuple[str, ...]]
-    """One or two strings per example; in question answering the question and the context."""
+    """One or two strings per example; for question answering, the question and the context."""
     targets: NDArray[Any] | None
     """int64 [n] class ids; float32 [n, labels] of 0 and 1 (multi-label); float64 [n] raw values (regression);
-    object [n] of int64 [words] tag ids (tagging) or of tuples of `Answer`, empty where there is none (question
-    answering). None if the file has no labels; a test example that has none is `NO_CLASS` or NaN."""
+    object [n] of int64 [words] tag ids (tagging) or of tuples of `Answer`, empty without an answer (question
+    answering). None if the file has no labels; `NO_CLASS` or NaN for a test example without a label."""
     ids: list[str]
-    """The name of each example in prediction files: from the file's own index column, else its number from 0."""
+    """Name of each example in prediction files: from the file's index column, otherwise its number from 0."""
     words: list[NDArray[np.int64]] | None = None
-    """Tagging: the words of each text as [words, 2] first and past-the-last characters."""
+    """Tagging: start and end (exclusive) character of each word in its text, [words, 2]."""
     columns: list[dict[str, Any]] | None = None
-    """Own data: the other columns of each example's row, as read; None where they are not kept."""
+    """The user's data: the other columns of each example's row, as read; None if they are not kept."""
 
     @property
     def gold(self) -> NDArray[Any]:
-        """The targets of a split that has labels."""
+        """The targets of a split with labels."""
         assert self.targets is not None
         return self.targets
 
@@ -87,19 +87,19 @@ class TaskData:
     task: Task
     train: Split
     dev: tuple[Split, ...]
-    """The first one's score is reported."""
+    """The score of the first split is reported."""
     test: tuple[Split, ...]
     notes: tuple[str, ...]
-    """Lines for the user: examples left out or set aside."""
+    """Lines for the user, such as numbers of dropped examples."""
     text_columns: tuple[tuple[str, ...], ...] = ()
-    """Own data: the text columns if known, those of the training file first."""
+    """The user's data: the text columns if known, the columns of the training file first."""
     label_columns: tuple[tuple[str, ...], ...] = ()
-    """Own data: the label columns likewise."""
+    """The user's data: the label columns if known, the columns of the training file first."""
 
 
 def check_dev_fraction(fraction: float) -> None:
     if not 0 < fraction < 1:
-        raise InputError(f"dev_fraction is {fraction}; it must be above 0 and below 1")
+        raise InputError(f"dev_fraction = {fraction}: must be above 0 and below 1")
 
 
 def num_trained_on(train: Split, split: Split) -> int:
@@ -108,22 +108,22 @@ def num_trained_on(train: Split, split: Split) -> int:
 
 
 def overlap_warning(train: Split, dev: Split) -> str | None:
-    """Returns a line for the user if every validation example has a text of the training split, else None."""
+    """Returns a warning if the texts of all validation examples are in the training split, else None."""
     if num_trained_on(train, dev) < len(dev.texts):
         return None
     return (
-        f"{dev.path}: all {len(dev.texts):,} dev examples have a text that is in the training split, so a score says "
-        "nothing about other texts; give others with --dev"
+        f"{dev.path}: the texts of all {len(dev.texts):,} validation examples are in the training split, so the scores "
+        "say nothing about new texts; pass other examples with --dev"
     )
 
 
 def rounded(value: float) -> float:
-    """Returns six significant digits: the precision of fp32 on any device."""
+    """Rounds to six significant digits, which fp32 has on any device."""
     return float(f"{value:.6g}")
 
 
 def select(split: Split, name: str, rows: Sequence[int] | NDArray[np.intp]) -> Split:
-    """Returns a new split of the examples at the positions `rows`."""
+    """Returns a new split of the examples with the indices `rows`."""
     return dataclasses.replace(
         split,
         name=name,

@@ -1,4 +1,4 @@
-"""The tasks that a call of `finetune` names, with their data."""
+"""Reads the data of the tasks of a `finetune` call."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def read_tasks(
     files: Mapping[str, Path] | None = None,
     columns: Mapping[str, Any] | None = None,
 ) -> list[TaskData]:
-    """Reads the data of GLUE tasks, of SQuAD, or of a task on own `files`, by default all that the folder holds.
+    """Reads the data of GLUE tasks, of SQuAD, or of a task on the user's `files`; by default all tasks in the folder.
 
     `files` are `train`, and optionally `dev` and `test`; `columns` has keyword arguments of their reader. Raises
-    FileNotFoundError, or ValueError naming what is wrong.
+    FileNotFoundError, or ValueError that names the file, line, value or option.
     """
-    asked = task.split(",") if isinstance(task, str) else list(task or ())
-    chosen = list(dict.fromkeys(_known(name.strip()) for name in asked if name.strip()))
+    requested = task.split(",") if isinstance(task, str) else list(task or ())
+    chosen = list(dict.fromkeys(_known(name.strip()) for name in requested if name.strip()))
     if task is not None and not chosen:
-        raise InputError(f"--task names no task; there are {', '.join(_ALL_NAMES)}")
+        raise InputError(f"--task: names no task; must be one of {', '.join(_ALL_NAMES)}")
     files = files or {}
     folders = {"--glue DIR": glue, "--squad DIR": squad}
     sources = [*(flag for flag, folder in folders.items() if folder is not None), *(["--train FILE"] if files else [])]
     if len(sources) > 1:
-        raise InputError(f"{' and '.join(sources)}: data of one kind per call; give one of them")
+        raise InputError(f"{' and '.join(sources)}: cannot be combined; pass one of them per call")
     needed = next(map(_source, chosen), f"--glue DIR or --squad DIR, or --train FILE with {_ONE_OF_OWN}")
     if not sources or files and "train" not in files:
         raise InputError(f"{f'--task {chosen[0]}' if chosen else 'finetune'} needs {needed}")
@@ -55,14 +55,14 @@ def read_tasks(
     other = next((name for name in chosen if _source(name) != source), None)
     if other is not None:
         raise InputError(f"--task {other} needs {_source(other)}, not {source}")
-    given = {name: value for name, value in (columns or {}).items() if value != _DEFAULTS[name]}
+    options = {name: value for name, value in (columns or {}).items() if value != _DEFAULTS[name]}
     if files:
         if len(chosen) != 1:
             raise InputError(f"--train needs one task: {_ONE_OF_OWN}")
-        return [_read_own(chosen[0], files, given)]
-    if given:
-        kinds = ", ".join(kind for kind in OWN_KINDS if next(iter(given)) in options_of(_READERS[kind]))
-        refuse(given, (), f"for --train with --task {kinds}")
+        return [_read_own(chosen[0], files, options)]
+    if options:
+        kinds = ", ".join(kind for kind in OWN_KINDS if next(iter(options)) in options_of(_READERS[kind]))
+        refuse(options, (), f"for --train with --task {kinds}")
     if squad is not None:
         return [question_files.read_squad(name, squad) for name in chosen or [question_files.held_version(squad)]]
     assert glue is not None
@@ -73,40 +73,39 @@ def _source(name: str) -> str:
     return "--glue DIR" if name in glue_files.TASKS else "--squad DIR" if name in _SQUAD else "--train FILE"
 
 
-def _read_own(kind: str, files: Mapping[str, Path], given: Mapping[str, Any]) -> TaskData:
-    options = reader_options(given, _READERS[kind], f"not for --task {kind}")
-    if "group" in given and "dev" in files:
-        raise InputError("--group says which rows of --train stay together when it is split; leave it out with --dev")
-    found = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
-    dev = found.dev[0]
-    overlap = list(filter(None, [overlap_warning(found.train, found.dev[0])]))
-    if not overlap and (num_known := num_trained_on(found.train, dev)):  # which inflates the scores
-        overlap = [
-            f"{dev.path}: {num_known:,} of {len(dev.texts):,} dev examples have a text that is in the training split"
-        ]
+def _read_own(kind: str, files: Mapping[str, Path], arguments: Mapping[str, Any]) -> TaskData:
+    options = reader_options(arguments, _READERS[kind], f"not for --task {kind}")
+    if "group" in arguments and "dev" in files:
+        raise InputError("--group: is for splitting --train, which --dev replaces; remove one of the two")
+    task_data = _READERS[kind](files["train"], files.get("dev"), files.get("test"), **options)
+    dev = task_data.dev[0]
+    overlap = list(filter(None, [overlap_warning(task_data.train, task_data.dev[0])]))
+    if not overlap and (num_known := num_trained_on(task_data.train, dev)):  # which inflates the scores
+        number = f"{num_known:,} of {len(dev.texts):,}"
+        overlap = [f"{dev.path}: the texts of {number} validation examples are in the training split"]
     text, label = (
         [options[name] for name in (kind, f"dev_{kind}", f"test_{kind}") if name in options]
         for kind in ("text", "label")
     )
     return dataclasses.replace(
-        found,
-        notes=(*found.notes, *overlap),
-        text_columns=tuple(dict.fromkeys((*found.text_columns, *text))),
-        label_columns=tuple(dict.fromkeys((*found.label_columns, *label))),
+        task_data,
+        notes=(*task_data.notes, *overlap),
+        text_columns=tuple(dict.fromkeys((*task_data.text_columns, *text))),
+        label_columns=tuple(dict.fromkeys((*task_data.label_columns, *label))),
     )
 
 
 def reader_options(
-    given: Mapping[str, Any], reader: Callable[..., Any], why: str, trained: Iterable[tuple[str, ...]] = ()
+    arguments: Mapping[str, Any], reader: Callable[..., Any], why: str, trained: Iterable[tuple[str, ...]] = ()
 ) -> dict[str, Any]:
-    """Returns arguments of a reader: names as tuples, and a `Dialect`. Raises InputError for others than it takes.
+    """Returns arguments of a reader: names as tuples, and a `Dialect`. Raises InputError for unknown arguments.
 
-    `trained` are the columns of training.
+    `trained` are the columns used in training.
     """
-    refuse(given, options_of(reader), why)
+    refuse(arguments, options_of(reader), why)
     options: dict[str, Any] = {
         name: as_names(value) if name in _TUPLES and not isinstance(value, Mapping) else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     dialect = Dialect(*(options.pop(name, default) for name, default in DIALECT.items()))
     columns = (*trained, *(options.get(name, ()) for name in _COLUMNS))
@@ -114,23 +113,24 @@ def reader_options(
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns names and defaults of keyword arguments, of which `quoting` is a whole `Dialect`."""
+    """Returns names and defaults of keyword arguments; `quoting` becomes the fields of a `Dialect`."""
     parameters = inspect.signature(function).parameters.values()
-    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    keywords = (parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    options = {parameter.name: parameter.default for parameter in keywords}
     return options | (DIALECT if "quoting" in options else {})
 
 
 def refuse(options: Iterable[str], known: Collection[str], why: str) -> None:
-    """Raises InputError for the first option that is not known."""
+    """Raises InputError for the first unknown option."""
     refused = next((name for name in options if name not in known), None)
     if refused is not None:
         flag = "split-seed" if refused == "seed" else refused.replace("_", "-")
-        raise InputError(f"--{flag} is {why}")
+        raise InputError(f"--{flag}: is {why}")
 
 
 _DEFAULTS = {name: value for reader in _READERS.values() for name, value in options_of(reader).items()}
 OPTIONS = frozenset(_DEFAULTS) - {"folds", "seed"}
-"""The arguments of `finetune` that are handed to the reader of own files."""
+"""The arguments of `finetune` that are passed to the reader of the user's files."""
 _ALL_NAMES = (*glue_files.TASKS, *_SQUAD, *OWN_KINDS)
 
 
@@ -140,6 +140,6 @@ def _known(name: str) -> str:
     if squad := re.fullmatch(r"squad[ _-]?v?([12])(\.[01])?", name.lower()):
         return f"squad{squad[1]}"
     if (task := glue_files.task_name(name)) is None:
-        leave = "; without --task, --glue DIR takes all that DIR holds" if name == "glue" else ""
-        raise InputError(f"unknown task {name!r}{leave or did_you_mean(name, _ALL_NAMES)}")
+        hint = "; without --task, --glue DIR uses all tasks in DIR" if name == "glue" else ""
+        raise InputError(f"unknown task {name!r}{hint or did_you_mean(name, _ALL_NAMES)}")
     return task

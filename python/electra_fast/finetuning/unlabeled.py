@@ -1,4 +1,4 @@
-"""Unlabeled examples, from which a student learns by its teacher's answers alone."""
+"""Reads unlabeled examples. A student learns them only from its teacher's answers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from electra_fast.finetuning.tasks import TASK_TYPES
 
 
 def files_or_tables(data: Any) -> list[Path]:
-    """Returns each file or table of `unlabeled`, which may be a single one."""
+    """Returns the files or tables of `unlabeled`, which may be a list or a single one."""
     is_single = isinstance(data, (str, Path)) or is_table(data)
-    return [file_or_table("unlabeled", each) for each in ([data] if is_single else data)]
+    return [file_or_table("unlabeled", item) for item in ([data] if is_single else data)]
 
 
 def read_unlabeled(files: Iterable[Path], data: TaskData, options: Mapping[str, Any]) -> tuple[Split, list[str]]:
     """Returns the examples of all files, and notes for the user.
 
-    `options` are those for the training file, of which the text columns and the dialect count; other columns, labels
-    among them, are ignored. Raises FileNotFoundError, or InputError naming what cannot be used.
+    `options` are the reader's options for the training file; only text columns and dialect are used. Other columns,
+    including labels, are ignored. Raises FileNotFoundError, or InputError that names the unusable row, column or value.
     """
     task_type = TASK_TYPES[data.task.kind]
     num_texts = len(data.train.texts[0])
     known = (*data.text_columns, *(glue.TASKS[data.task.name].texts if data.task.name in glue.TASKS else ()))
-    usual = tuple(each for each in task_type.usual_columns if len(each) == num_texts)
+    usual = tuple(columns for columns in task_type.usual_columns if len(columns) == num_texts)
     dialect = Dialect(*(options[name] for name in DIALECT))
     examples = list[Any]()
     notes = list[str]()
@@ -51,7 +51,7 @@ def read_unlabeled(files: Iterable[Path], data: TaskData, options: Mapping[str, 
 
 
 def without_repeats(unlabeled: Split, data: TaskData) -> tuple[Split, list[str]]:
-    """Returns the examples with text that are neither in the training split nor repeated, and notes for the user."""
+    """Drops empty and repeated examples and training examples; returns the rest, and notes for the user."""
     seen = set(data.train.texts)
     rows = list[int]()
     for row, texts in enumerate(unlabeled.texts):
@@ -64,8 +64,8 @@ def without_repeats(unlabeled: Split, data: TaskData) -> tuple[Split, list[str]]
 
 def _notes(num_dropped: int, left: Split, scored: Sequence[Split]) -> Iterable[str]:
     yield f"unlabeled examples: {len(left.texts):,}" + (
-        f", without {num_dropped:,} that are empty or repeat one before or of the training split" if num_dropped else ""
+        f"; dropped {num_dropped:,} that are empty, repeated or in the training split" if num_dropped else ""
     )
     for split in scored:
         if number := num_trained_on(split, left):
-            yield f"{number:,} unlabeled examples are in {split.name}: the student reads them, but not their labels"
+            yield f"{number:,} unlabeled examples are in {split.name}: the student sees them without their labels"

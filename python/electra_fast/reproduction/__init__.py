@@ -1,1 +1,1 @@
-"""The paper's comparisons at equal compute: experiments, their runs side by side, and the report."""
+"""The paper's comparisons at equal compute: experiments, parallel runs, and the report."""

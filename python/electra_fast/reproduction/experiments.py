@@ -1,8 +1,8 @@
 """The paper's comparisons: the configuration of each row, the paper's score, and the paper's conclusions.
 
-Rows differ only in the subject of the comparison: all use the paper's masking and the same budget of true FLOPs. The
-number of steps therefore differs, and with it the warmup and the learning rates of recipe `modern`. In the paper, the
-rows of `generators` and `tying` have equal steps instead.
+Rows differ only in the subject of the comparison. All use the paper's masking and the same budget of true FLOPs, so
+their numbers of steps differ, and with them the warmup and the learning rates of the recipe `modern`. In the paper, the
+rows of `generators` and `tying` have the same number of steps instead.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from electra_fast.errors import InputError
 from electra_fast.hardware.flops import flops_per_token
 from electra_fast.model.compute import choose_device, choose_precision
 
-# With fewer steps, the warmup, a twentieth of them, would be under five.
+# With fewer steps, the warmup (a twentieth of the steps) would have fewer than five.
 MIN_STEPS = 100
 
 PUBLISHED = {"ELECTRA": {256: 79.9, 768: 85.1, 1024: 89.0}, "BERT": {256: 75.1, 768: 82.2, 1024: 87.2}}
-"""GLUE scores of small, base and large by hidden size (Tables 1 and 2): validation, compute equal within a size."""
+"""Validation scores on GLUE of small, base and large, by hidden size (Tables 1 and 2); equal compute per size."""
 PUBLISHED_SHAPES = {(256, 12), (768, 12), (1024, 24)}
-"""Hidden size and layers of these models."""
+"""Hidden sizes and layers of these models."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a comparison; its steps follow from the budget, its seed from the run.
+    """One row of a comparison; its steps follow from the budget, and its seed from the run.
 
-    `paper` is the GLUE score in the paper (mean over tasks, validation), if there is one. Rows of a `group` are one
-    line of the picture, along the `width` of the network that the experiment varies.
+    `paper` is the GLUE score in the paper (mean over tasks, validation), if there is one. The rows of a `group` are one
+    line in the plot, by the `width` of the network that the experiment varies.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A conclusion of the paper: a weighted sum of the rows' scores is above 0."""
+    """A conclusion of the paper: a weighted sum of row scores is above 0."""
 
     text: str
     weights: Mapping[str, float]
@@ -53,7 +53,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison of the paper; `published` has the scores of the paper's own models along the width, by group."""
+    """A comparison of the paper; `published` has the paper's scores by group and width."""
 
     name: str
     title: str
@@ -65,17 +65,17 @@ class Experiment:
 
 
 def make_experiment(name: str, base: Config, overrides: Mapping[str, str]) -> Experiment:
-    """Returns the experiment of this name with `overrides` laid over the preset and recipe `base`.
+    """Returns the experiment with `overrides` applied to the preset and recipe `base`.
 
-    Raises ValueError for an unknown name, for keys that the rows or the budget decide, and for an unsuitable base.
+    Raises ValueError for an unknown name, for keys that the rows or the budget set, and for an unsuitable base.
     """
     if name not in EXPERIMENTS:
         raise InputError(f"unknown experiment {name!r}{did_you_mean(name, EXPERIMENTS)}")
     varied, make = EXPERIMENTS[name]
     for key in overrides:
         if key in (*varied, *DECIDED):
-            raise InputError(f"--{key}: cannot be set, because `reproduce {name}` decides it")
-    # The corrective loss is not in the paper, and would favor one row.
+            raise InputError(f"--{key}: is set by `reproduce {name}`; remove it")
+    # The corrective loss is not in the paper, and it would favor one row.
     return make(base.override({"data.masking": "tokens", "objective.corrective_weight": "0"} | dict(overrides)))
 
 
@@ -84,21 +84,21 @@ def with_steps(row: Row, budget: float) -> Config:
 
     Raises ValueError if these are too few for training or for the warmup.
     """
-    config = row.config.override({"train.steps": 100_000})  # an even number, for objectives of two stages
+    config = row.config.override({"train.steps": 100_000})  # even, for objectives with two stages
     per_step = flops_per_token(config).total * config.train.batch_size * config.data.sequence_length
     steps = round(budget / per_step)
     needed = max(MIN_STEPS, 2 * config.optimizer.warmup_steps)
     if steps < needed:
-        what = f"a warmup of {needed // 2} steps" if needed > MIN_STEPS else "a schedule with a warmup"
+        purpose = f"a warmup of {needed // 2} steps" if needed > MIN_STEPS else "a learning-rate schedule with warmup"
         raise InputError(
-            f"a budget of {budget:.3g} FLOPs is {steps} steps of {row.name}, and {what} needs {needed}; "
-            f"give --budget {1.01 * needed * per_step:.3g} or more"
+            f"--budget {budget:.3g}: is {steps} steps of {row.name}, but {purpose} needs {needed}; "
+            f"pass --budget {1.01 * needed * per_step:.3g} or more"
         )
     return config.override({"train.steps": steps})
 
 
 def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str], precision: str) -> Config:
-    """Returns a preset with the corpus and the precision that all rows share."""
+    """Returns the configuration with the corpus and the precision that all rows share."""
     changes: dict[str, Scalar] = {"data.corpus": os.path.abspath(corpus.path), "model.vocab_size": corpus.vocab_size}
     if config.train.precision == AUTO and "train.precision" not in overrides:
         changes["train.precision"] = precision
@@ -106,7 +106,7 @@ def base_config(config: Config, corpus: Corpus, overrides: Mapping[str, str], pr
 
 
 def common_precision(device: str) -> str:
-    """Returns the default precision of all rows; `auto`, measured per run, could differ between them."""
+    """Returns the default precision of all rows; `auto` is measured per run and could differ between rows."""
     precision = choose_precision(AUTO, choose_device(device))
     return "fp32" if precision == AUTO else precision
 
@@ -121,7 +121,7 @@ def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, s
             "train.log_every": max(1, steps // 100),
             "train.checkpoint_every": max(1, steps // 20),
             "train.keep_checkpoints": 1,
-            "train.eval_every": 0,  # rows are evaluated at the end, on the same replacements
+            "train.eval_every": 0,  # rows are evaluated after training, on the same replacements
         }
         chosen = {name: value for name, value in often.items() if name not in overrides}
         configs[row.name] = config.override(chosen)
@@ -129,7 +129,7 @@ def row_configs(experiment: Experiment, budget: float, overrides: Mapping[str, s
 
 
 def training_size(config: Config) -> dict[str, float]:
-    """Steps, tokens and true FLOPs of a run."""
+    """Returns steps, tokens and true FLOPs of a run."""
     tokens = config.train.steps * config.train.batch_size * config.data.sequence_length
     return {"steps": config.train.steps, "tokens": tokens, "flops": tokens * flops_per_token(config).total}
 
@@ -146,19 +146,19 @@ def _objectives(base: Config) -> Experiment:
     )
     claims = (
         _above("electra", "mlm", "ELECTRA is better than BERT"),
-        _above("electra", "electra15", "a loss over all tokens is better than over 15 %"),
+        _above("electra", "electra15", "a loss on all tokens is better than on 15 %"),
         _above("electra", "all-tokens-mlm", "ELECTRA is better than All-Tokens MLM"),
         _above("all-tokens-mlm", "mlm", "All-Tokens MLM is better than BERT"),
         _above("replace-mlm", "mlm", "Replace MLM is slightly better than BERT"),
         _above("electra", "two-stage", "joint training is better than two stages"),
-        _above("electra", "adversarial", "a generator of maximum likelihood is better than an adversarial one"),
+        _above("electra", "adversarial", "a maximum-likelihood generator is better than an adversarial generator"),
         _above("adversarial", "mlm", "adversarial ELECTRA is better than BERT"),
     )
     return Experiment("objectives", "Pre-training objectives", "Table 4 and Figure 3, right", rows, claims)
 
 
 def _generators(base: Config) -> Experiment:
-    """Generators at each quarter of the model's width that gives whole heads, and the unigram distribution."""
+    """Generators of a quarter to the full width, if it has whole heads, and the unigram distribution."""
     electra = base.with_objective("electra")
     rows = [Row("unigram", "unigram", electra.override({"generator.kind": "unigram"}))]
     full = base.model.hidden_size
@@ -173,7 +173,7 @@ def _generators(base: Config) -> Experiment:
         for fraction in fractions
         if fraction <= 0.5
     ]
-    source = "Figure 3, left, a plot without numbers"
+    source = "Figure 3, left; a plot without numbers"
     axis = f"hidden size of the generator (discriminator: {full})"
     return Experiment("generators", "Generator sizes", source, tuple(rows), tuple(claims), axis)
 
@@ -196,7 +196,7 @@ def _tying(base: Config) -> Experiment:
 
 
 def _sizes(base: Config) -> Experiment:
-    """The model at a quarter, half and all of its widths, with the same heads and layers."""
+    """The model at a quarter, half and all of its width, with the same heads and layers."""
     rows = []
     model = base.model
     names = ("hidden_size", "intermediate_size", "embedding_size")
@@ -225,10 +225,10 @@ EXPERIMENTS: dict[str, tuple[tuple[str, ...], Callable[[Config], Experiment]]] =
     "tying": (("objective.name", "model.tying", "generator.fraction", "generator.num_layers"), _tying),
     "sizes": (("objective.name", "model.hidden_size", "model.intermediate_size", "model.embedding_size"), _sizes),
 }
-"""The keys that an experiment varies, and the function that makes it."""
+"""Keys that an experiment varies, and the function that creates it."""
 
 DECIDED = ("train.steps", "train.seed", "train.out", "train.mirror", "data.corpus")
-"""Keys that follow from the budget, the seed and the folders."""
+"""Keys that the budget, the seed and the folders determine."""
 
 
 def _above(better: str, worse: str, text: str) -> Claim:
@@ -236,5 +236,5 @@ def _above(better: str, worse: str, text: str) -> Claim:
 
 
 def _bert(base: Config) -> Config:
-    """The paper's baseline: 80 % [MASK], 10 % random tokens, 10 % unchanged."""
+    """Returns the paper's baseline: 80 % [MASK], 10 % random tokens, 10 % unchanged."""
     return base.with_objective("mlm").override({"data.masking": "80-10-10"})

@@ -1,4 +1,4 @@
-"""The report of a comparison: results.json, table.md and a picture."""
+"""Writes the report of a comparison: results.json, table.md and a plot."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from electra_fast.results import Result
 from electra_fast.training.plots import BLUE, GREEN, GREY, ORANGE
 
 CONFIDENCE = 0.95
-RULER = {"discriminator_auc": "AUC", "mlm_accuracy": "MLM accuracy", "mlm_generator_accuracy": "of the generator"}
-"""Figures of `evaluate` in the table: their columns."""
+COLUMNS = {"discriminator_auc": "AUC", "mlm_accuracy": "MLM accuracy", "mlm_generator_accuracy": "of its generator"}
+"""Columns of the table for results of `evaluate`."""
 Run = dict[str, Any]
-Found = Mapping[str, Any]
+RowResult = Mapping[str, Any]
 """A row of results.json: `mean`, `sd` and `runs`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Result):
-    """The result of `reproduce`, the content of results.json: what was asked, and scores of rows and claims."""
+    """The result of `reproduce` and content of results.json: the arguments, and the scores of rows and claims."""
 
     experiment: str
     title: str
@@ -44,28 +44,28 @@ class Comparison(Result):
     asked: Mapping[str, float | None]
     budget: float
     sizes: Mapping[str, Mapping[str, float]]
-    rows: Sequence[Found]
+    rows: Sequence[RowResult]
     claims: Sequence[Mapping[str, Any]]
     flops_per_second: float | None = None
 
     def lines(self) -> Iterator[str]:
-        """Yields what the command prints: table.md."""
+        """Yields the lines of table.md, which the command prints."""
         yield from table(self).splitlines()
 
 
 def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]) -> Comparison:
-    """Returns the comparison of finished runs; `facts` are those of reproduce.json, and `sizes`.
+    """Returns the comparison of finished runs; `facts` are the content of reproduce.json, and `sizes`.
 
-    `runs` has the finished runs of each row: `seed`, and `failed` or `tasks` and `evaluation`. A score is the mean of
-    the tasks' metrics, times 100, as the paper's GLUE score; `sd` is the standard deviation over seeds (n - 1), None
-    below two.
+    `runs` has the finished runs of each row: `seed`, and either `failed` or `tasks` and `evaluation`. A score is the
+    mean of the tasks' metrics, times 100, like the paper's GLUE score; `sd` is the standard deviation over seeds
+    (n - 1), None for fewer than two.
     """
     rows: list[dict[str, Any]] = []
     for row in experiment.rows:
-        own = [run | {"score": score(run)} if "tasks" in run else run for run in runs.get(row.name, ())]
-        whole = [run for run in own if "tasks" in run]
+        scored_runs = [run | {"score": score(run)} if "tasks" in run else run for run in runs.get(row.name, ())]
+        whole = [run for run in scored_runs if "tasks" in run]
         names = whole[0]["tasks"] if whole else ()
-        measured = {name: [run["evaluation"].get(name) for run in whole] for name in RULER}
+        measured = {name: [run["evaluation"].get(name) for run in whole] for name in COLUMNS}
         rows.append(
             {
                 "name": row.name,
@@ -73,18 +73,18 @@ def summarize(experiment: Experiment, facts: Mapping[str, Any], runs: Mapping[st
                 "paper": row.paper,
                 **_mean_sd([run["score"] for run in whole]),
                 "tasks": {name: _mean_sd([100 * run["tasks"][name]["median"] for run in whole]) for name in names},
-                "evaluation": {name: _mean_sd([x for x in found if x is not None]) for name, found in measured.items()},
-                "runs": own,
+                "evaluation": {name: _mean_sd([x for x in xs if x is not None]) for name, xs in measured.items()},
+                "runs": scored_runs,
             }
         )
     scores = {row["name"]: [run["score"] for run in row["runs"] if "score" in run] for row in rows}
-    found = {name: facts[name] for name in (each.name for each in fields(Comparison)) if name in facts}
-    claims = [judge(claim, scores) for claim in experiment.claims]
-    return Comparison(title=experiment.title, source=experiment.source, rows=rows, claims=claims, **found)
+    values = {name: facts[name] for name in (field.name for field in fields(Comparison)) if name in facts}
+    claims = [assess(claim, scores) for claim in experiment.claims]
+    return Comparison(title=experiment.title, source=experiment.source, rows=rows, claims=claims, **values)
 
 
 def score(run: Mapping[str, Any]) -> float:
-    """The mean over tasks of their metrics, times 100."""
+    """Returns the mean of the tasks' metrics, times 100."""
     mean: float = statistics.mean(task["median"] for task in run["tasks"].values())
     return 100 * mean
 
@@ -96,11 +96,11 @@ def _mean_sd(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def assess(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Returns a claim's difference, its margin, and whether the scores agree with the claim.
 
-    The margin is half the 95 % confidence interval by Student's t, with the variance pooled over all rows, since three
-    seeds of a row are too few. A difference within the margin is undecided, and so is one seed per row.
+    The margin is half the 95 % confidence interval of Student's t, with the variance pooled over all rows, since three
+    seeds per row are too few. A difference within the margin is undecided, and so is a single seed per row.
     """
     pooled = [values for values in scores.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in pooled)
@@ -118,7 +118,7 @@ def judge(claim: Claim, scores: Mapping[str, Sequence[float]]) -> dict[str, Any]
 
 def table(results: Mapping[str, Any]) -> str:
     tasks = list(results["examples"])
-    header = ["", "steps", "tokens", *tasks, "mean", "paper", *RULER.values(), "seeds"]
+    header = ["", "steps", "tokens", *tasks, "mean", "paper", *COLUMNS.values(), "seeds"]
     rows = [[row["title"], *_cells(row, tasks, results["sizes"][row["name"]])] for row in results["rows"]]
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     lines.insert(1, f"| --- {'| ---: ' * (len(header) - 1)}|")
@@ -128,11 +128,11 @@ def table(results: Mapping[str, Any]) -> str:
         f"# {results['title']} ({results['source']})",
         f"`{results['preset']}`, recipe `{results['recipe']}`, {results['budget']:.3g} FLOPs of pre-training per run "
         "(true model FLOPs), fine-tuned on each task. Scores times 100: mean over seeds ± standard deviation. "
-        f"AUC: against the same fakes for every row (`--corrupted-by {results['corrupted_by']}`). MLM accuracy: by "
-        "Appendix G, beside that of the generator alone.",
+        f"AUC: on the same replacements for every row (`--corrupted-by {results['corrupted_by']}`). MLM accuracy: "
+        "of the model as in Appendix G, and of its generator.",
         "\n".join(lines),
         *([f"Not finished:\n\n{notes}"] if notes else []),
-        "What the paper concludes, and the difference measured here with its 95 % margin:",
+        "Conclusions of the paper, and the difference measured here with its 95 % margin:",
         "\n".join(map(_claim_line, results["claims"])),
     ]
     return "\n\n".join(parts) + "\n"
@@ -141,36 +141,36 @@ def table(results: Mapping[str, Any]) -> str:
 def write_report(out: Path, experiment: Experiment, results: Comparison) -> None:
     replace_file(out / "results.json", json.dumps(dict(results), indent=2) + "\n")
     replace_file(out / "table.md", table(results))
-    _draw(out / f"{experiment.name}.png", experiment, results)
+    _plot(out / f"{experiment.name}.png", experiment, results)
 
 
 def _cells(row: Mapping[str, Any], tasks: Sequence[str], size: Mapping[str, float]) -> list[str]:
-    """A row of the table after its title."""
+    """Returns the cells of a table row after its title."""
     return [
         f"{size['steps']:,}",
         f"{size['tokens'] / 1e6:,.1f} M",
         *(_mean(row["tasks"].get(name)) for name in tasks),
         _mean(row) + ("" if row["sd"] is None else f" ± {row['sd']:.1f}"),
         "" if row["paper"] is None else f"{row['paper']:.1f}",
-        *(_mean(row["evaluation"][name], 3) for name in RULER),
+        *(_mean(row["evaluation"][name], 3) for name in COLUMNS),
         str(sum("score" in run for run in row["runs"])),
     ]
 
 
-def _mean(found: Mapping[str, float | None] | None, digits: int = 1) -> str:
-    return "" if found is None or found["mean"] is None else f"{found['mean']:.{digits}f}"
+def _mean(statistic: Mapping[str, float | None] | None, digits: int = 1) -> str:
+    return "" if statistic is None or statistic["mean"] is None else f"{statistic['mean']:.{digits}f}"
 
 
-def _claim_line(found: Mapping[str, Any]) -> str:
-    if found["difference"] is None:
-        return f"* {found['claim']}: {found['verdict']}"
-    margin = "" if found["margin"] is None else f" ± {found['margin']:.1f}"
-    return f"* {found['claim']}: {found['difference']:+.1f}{margin}, **{found['verdict']}**"
+def _claim_line(result: Mapping[str, Any]) -> str:
+    if result["difference"] is None:
+        return f"* {result['claim']}: {result['verdict']}"
+    margin = "" if result["margin"] is None else f" ± {result['margin']:.1f}"
+    return f"* {result['claim']}: {result['difference']:+.1f}{margin}, **{result['verdict']}**"
 
 
-def _draw(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
-    """Draws the rows with a score, along their width or one below the other."""
-    found = {row["name"]: row for row in results["rows"] if row["mean"] is not None}
+def _plot(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> None:
+    """Plots the scores of rows by width, or in a list."""
+    measured = {row["name"]: row for row in results["rows"] if row["mean"] is not None}
     papers = {row["name"]: _published(row["paper"]) for row in results["rows"] if row["paper"] is not None}
     is_double = bool(papers or experiment.published)
     figure = Figure(figsize=(11 if is_double else 7, 4.8), layout="constrained")
@@ -181,20 +181,20 @@ def _draw(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> Non
     for axes in right:
         axes.set_title(f"The paper: {experiment.source}", fontsize=9)
     if experiment.axis:
-        lines: dict[str, dict[int, Found]] = {row.group: {} for row in experiment.rows if row.width}
+        lines: dict[str, dict[int, RowResult]] = {row.group: {} for row in experiment.rows if row.width}
         for row in experiment.rows:
-            if row.name in found and row.width:
-                lines[row.group][row.width] = found[row.name]
-            elif row.name in found:
-                _level(left, row.title, found[row.name])
-        _along_width(left, experiment, lines)
+            if row.name in measured and row.width:
+                lines[row.group][row.width] = measured[row.name]
+            elif row.name in measured:
+                _plot_level(left, row.title, measured[row.name])
+        _plot_by_width(left, experiment, lines)
         groups = experiment.published.items()
         published = {group: {width: _published(score) for width, score in points.items()} for group, points in groups}
         for axes in right:
-            _along_width(axes, experiment, published)
+            _plot_by_width(axes, experiment, published)
     else:
-        for axes, each in zip((left, *right), (found, papers), strict=False):
-            _one_below_the_other(axes, experiment, each)
+        for axes, results_by_row in zip((left, *right), (measured, papers), strict=False):
+            _plot_list(axes, experiment, results_by_row)
     for axes in (left, *right):
         axes.grid(alpha=0.3, axis="both" if experiment.axis else "x")
         if axes.get_legend_handles_labels()[0]:
@@ -203,23 +203,23 @@ def _draw(path: Path, experiment: Experiment, results: Mapping[str, Any]) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _published(score: float) -> Found:
-    return {"mean": score, "sd": None, "runs": []}
+def _published(paper_score: float) -> RowResult:
+    return {"mean": paper_score, "sd": None, "runs": []}
 
 
-def _scores(found: Found) -> list[float]:
-    return [run["score"] for run in found["runs"] if "score" in run]
+def _scores(row_result: RowResult) -> list[float]:
+    return [run["score"] for run in row_result["runs"] if "score" in run]
 
 
-def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str, Found]) -> None:
+def _plot_list(axes: Axes, experiment: Experiment, results_by_row: Mapping[str, RowResult]) -> None:
     for place, row in enumerate(experiment.rows):
-        if row.name not in found:
+        if row.name not in results_by_row:
             left = axes.get_yaxis_transform()
             axes.text(0.02, place, "no number", transform=left, color=GREY, va="center", fontsize=8)
             continue
-        mean = found[row.name]["mean"]
-        sd = found[row.name]["sd"]
-        scores = _scores(found[row.name])
+        mean = results_by_row[row.name]["mean"]
+        sd = results_by_row[row.name]["sd"]
+        scores = _scores(results_by_row[row.name])
         axes.plot(scores, [place + 0.18] * len(scores), ".", color=GREY, markersize=5)
         axes.errorbar([mean], [place], xerr=sd, fmt="o", color=BLUE, capsize=4)
         axes.annotate(f"{mean:.1f}", (mean, place), (0, 7), textcoords="offset points", ha="center", fontsize=8)
@@ -229,16 +229,16 @@ def _one_below_the_other(axes: Axes, experiment: Experiment, found: Mapping[str,
     axes.set_xlabel("score", fontsize=9)
 
 
-def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping[int, Found]]) -> None:
-    # Shifted, so that error bars do not cover each other.
+def _plot_by_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping[int, RowResult]]) -> None:
+    # Shifted so that error bars do not overlap.
     shifts = [1.015 ** (2 * place - len(lines) + 1) for place in range(len(lines))]
     for (group, points), color, shift in zip(lines.items(), (BLUE, ORANGE), shifts, strict=False):
         widths = [width * shift for width in points]
-        means = [each["mean"] for each in points.values()]
-        bars = [each["sd"] or 0.0 for each in points.values()]
+        means = [point["mean"] for point in points.values()]
+        bars = [point["sd"] or 0.0 for point in points.values()]
         axes.errorbar(widths, means, yerr=bars if any(bars) else None, fmt="o-", color=color, capsize=4, label=group)
-        for width, each in zip(widths, points.values(), strict=True):
-            scores = _scores(each)
+        for width, point in zip(widths, points.values(), strict=True):
+            scores = _scores(point)
             axes.plot([width] * len(scores), scores, ".", color=GREY, markersize=5)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({width for points in lines.values() for width in points}))
@@ -248,8 +248,9 @@ def _along_width(axes: Axes, experiment: Experiment, lines: Mapping[str, Mapping
     axes.set_ylabel("score", fontsize=9)
 
 
-def _level(axes: Axes, title: str, found: Found) -> None:
-    """Draws a row without a width as a horizontal line."""
-    axes.axhline(found["mean"], color=GREEN, linestyle="--", label=title)
-    if found["sd"]:
-        axes.axhspan(found["mean"] - found["sd"], found["mean"] + found["sd"], color=GREEN, alpha=0.15, linewidth=0)
+def _plot_level(axes: Axes, title: str, row_result: RowResult) -> None:
+    """Plots a row without a width as a horizontal line."""
+    mean = row_result["mean"]
+    axes.axhline(mean, color=GREEN, linestyle="--", label=title)
+    if sd := row_result["sd"]:
+        axes.axhspan(mean - sd, mean + sd, color=GREEN, alpha=0.15, linewidth=0)

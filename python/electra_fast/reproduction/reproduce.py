@@ -1,7 +1,7 @@
-"""`reproduce`: trains the rows of one of the paper's comparisons at equal compute, fine-tunes them, and reports.
+"""`reproduce`: trains the rows of a comparison of the paper at equal compute, fine-tunes them, and writes a report.
 
-Runs follow one another: all rows with one seed, then all with the next. OUT/runs/ROW-seed-K/ has the pre-training in
-run/, tasks.json and evaluation.json, or failed.json if the training diverged.
+Runs are sequential: all rows with one seed, then all rows with the next. OUT/runs/ROW-seed-K/ has the pre-training in
+run/, tasks.json and evaluation.json, or failed.json if training diverged.
 """
 
 from __future__ import annotations
@@ -68,51 +68,51 @@ def reproduce(
     device: str = AUTO,
     overrides: Mapping[str, object] | None = None,
 ) -> Comparison:
-    """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every one.
+    """Trains the rows of a comparison at equal compute, with several seeds each, and fine-tunes every run.
 
-    Writes `out/table.md`, `out/results.json` (whose content is returned), `out/EXPERIMENT.png`, and the runs in
+    Writes `out/table.md`, `out/results.json` (its content is returned), `out/EXPERIMENT.png`, and the runs in
     `out/runs`. After an interruption, the same call resumes; more seeds add runs.
 
     Args:
         experiment: `objectives`, `generators`, `tying` or `sizes`.
-        corpus: Folder of a corpus with a validation part (`prepare --holdout`).
-        glue: Folder of the GLUE tasks' folders.
+        corpus: Folder of a corpus with a validation set (`prepare --holdout`).
+        glue: Folder that contains the folders of GLUE tasks.
         out: Output folder.
         preset: Size of the model.
         recipe: Recipe of pre-training.
-        budget: True model FLOPs of a run's pre-training, which determine the steps of each row.
-        minutes: Instead of `budget`: approximate duration of a pre-training of the first row on this machine.
-        seeds: Runs per row: seeds 0 to `seeds - 1`.
-        task: Tasks as for `finetune`; by default all that `glue` holds.
+        budget: True model FLOPs of the pre-training of a run; they determine the steps of each row.
+        minutes: Instead of `budget`: approximate duration of a pre-training run of the first row on this machine.
+        seeds: Runs per row, with the seeds 0, 1, 2, ...
+        task: Tasks (see `finetune`); by default all tasks in `glue`.
         finetune_seeds: Fine-tuning runs per task of each run; their median is the score.
-        corrupted_by: Corruptor for the evaluation of every row, as for `evaluate`.
-        device: The device of all runs, as for `pretrain`.
+        corrupted_by: Source of replacements for the evaluation of every row; see `evaluate`.
+        device: The device of all runs; see `pretrain`.
         overrides: Configuration keys of pre-training, and of fine-tuning (`finetune.`).
 
     Raises:
-        ValueError, FileNotFoundError: An argument is wrong; nothing has been trained.
-        Interrupted: A signal asked to stop; checkpoints were written.
-        ElectraFastError: At the end, if runs have failed. Runs that diverged are part of the report instead.
+        ValueError, FileNotFoundError: An argument is wrong; nothing was trained.
+        Interrupted: A signal stopped the command; checkpoints were written.
+        ElectraFastError: Runs have failed; raised at the end. Runs that diverged are in the report instead.
     """
     _check_amounts(budget=budget, minutes=minutes, seeds=seeds, finetune_seeds=finetune_seeds)
     keys = {name: str(value) for name, value in (overrides or {}).items()}
     pretraining = {name: value for name, value in keys.items() if not name.startswith("finetune.")}
-    # Scores are after the last step, as the paper's: the best of several would be flattered.
+    # Like the paper's, scores are after the last step: selecting the best step would inflate them.
     precision = common_precision(device)
     finetuning = {"finetune.precision": precision, "finetune.select": "last"}
     finetuning |= {name: value for name, value in keys.items() if name not in pretraining}
     text = Corpus(corpus)
     if text.holdout is None:
-        raise InputError(f"{corpus}: has no validation part to evaluate on; prepare the text with --holdout 0.01")
+        raise InputError(f"{corpus}: has no validation set; prepare the text with --holdout 0.01")
     all_tasks = read_tasks(task, glue=Path(glue))
     base = base_config(Config.preset(preset, recipe), text, pretraining, precision)
-    made = make_experiment(experiment, base, pretraining)
-    first = made.rows[0].config
+    comparison = make_experiment(experiment, base, pretraining)
+    first = comparison.rows[0].config
     recipe_config(DEFAULT_RECIPE, "", first.model, finetuning)  # raises if a key is wrong
     if budget is not None:
-        row_configs(made, budget, pretraining)  # raises if it is too small
+        row_configs(comparison, budget, pretraining)  # raises if it is too small
     corruptor = _corruptor(corrupted_by, text, first.data.sequence_length)
-    sizes = {each.task.name: len(each.train.texts) for each in all_tasks}
+    sizes = {data.task.name: len(data.train.texts) for data in all_tasks}
     tuning = {"glue": glue, "task": list(sizes), "seeds": finetune_seeds, "overrides": finetuning, "device": device}
     evaluation = {"data": corpus, "corrupted_by": corruptor, "mlm_examples": 200, "device": device}
     identity = {
@@ -128,13 +128,13 @@ def reproduce(
     }
     out = Path(out)
     with exclusive(out):
-        facts = _settle(out, identity, first, device)
-        configs = row_configs(made, facts["budget"], pretraining)
+        facts = _resolve_budget(out, identity, first, device)
+        configs = row_configs(comparison, facts["budget"], pretraining)
         replace_file(out / IDENTITY, json.dumps(facts, indent=2) + "\n")
-        say(f"{out}: {made.title} ({made.source}): {len(made.rows)} rows, seeds: {seeds}, tasks: {', '.join(sizes)}")
-        runs = {
-            out / "runs" / f"{row.name}-seed-{seed}": (row.name, seed) for seed in range(seeds) for row in made.rows
-        }
+        rows = [row.name for row in comparison.rows]
+        subject = f"{comparison.title} ({comparison.source})"
+        say(f"{out}: {subject}: {len(rows)} rows, seeds: {seeds}, tasks: {', '.join(sizes)}")
+        runs = {out / "runs" / f"{row}-seed-{seed}": (row, seed) for seed in range(seeds) for row in rows}
         waiting = [folder for folder in runs if read_result(folder) is None]
         start = time.monotonic()
         failed = []
@@ -153,60 +153,60 @@ def reproduce(
                 continue
             seconds = (time.monotonic() - start) / (number + 1) * (len(waiting) - number - 1)
             say(f"{name}: {_outcome(folder)}; all runs: eta {timedelta(seconds=round(seconds))}")
-            _report(out, made, configs, facts, runs)
-        results = _report(out, made, configs, facts, runs)
+            _report(out, comparison, configs, facts, runs)
+        results = _report(out, comparison, configs, facts, runs)
     if failed:
-        remedy = f"{out / 'table.md'} has what was finished, run again to retry"
+        remedy = f"the finished runs are in {out / 'table.md'}; run again to retry"
         raise ElectraFastError(f"{out}: {len(failed)} of {len(waiting)} runs failed: {'; '.join(failed)}; {remedy}")
     return results
 
 
 def _check_amounts(*, budget: float | None, minutes: float | None, seeds: int, finetune_seeds: int) -> None:
     if (budget is None) == (minutes is None):
-        raise InputError("give one of --budget FLOPS and --minutes M")
+        raise InputError("pass either --budget FLOPS or --minutes M")
     amounts = {"budget": budget, "minutes": minutes, "seeds": seeds, "finetune-seeds": finetune_seeds}
     for name, amount in amounts.items():
         if amount is not None and not 0 < amount < math.inf:
-            raise InputError(f"--{name} {amount:g}: must be above 0")
+            raise InputError(f"--{name} = {amount:g}: must be above 0")
 
 
 def _corruptor(corrupted_by: str | Path, corpus: Corpus, sequence_length: int) -> str:
-    """Returns the corruptor's name for the runs. Raises ValueError if it cannot corrupt rows of this length."""
+    """Returns the source of replacements for the runs. Raises ValueError if it cannot read rows of this length."""
     if corrupted_by == UNIGRAM:
         return UNIGRAM
     longest = Corruptor.load(Path(corrupted_by), corpus, SEED, torch.device("cpu")).max_positions
     if longest is not None and longest < sequence_length:
-        remedy = "lower data.sequence_length, or choose another corruptor"
-        raise InputError(f"{corrupted_by}: reads {longest} tokens, and the rows have {sequence_length}; {remedy}")
+        remedy = "lower data.sequence_length, or choose another model for --corrupted-by"
+        raise InputError(f"{corrupted_by}: reads {longest} tokens, but the rows have {sequence_length}; {remedy}")
     return os.path.abspath(corrupted_by)
 
 
-def _settle(out: Path, identity: Mapping[str, Any], first: Config, device: str = AUTO) -> dict[str, Any]:
-    """Returns the identity with the budget, from an earlier call, given, or by the speed of the first row.
+def _resolve_budget(out: Path, identity: Mapping[str, Any], first: Config, device: str = AUTO) -> dict[str, Any]:
+    """Returns the identity with the budget: from an earlier call, from the arguments, or from the measured speed.
 
-    Raises ValueError if the earlier call was for another comparison, or the folder holds something else.
+    Raises ValueError if the earlier call was for another comparison, or if the folder contains other files.
     """
     path = out / IDENTITY
-    asked = identity["asked"]
+    arguments = identity["asked"]
     if path.exists():
         known = read_object(path)
         if "overrides" in known:
             known["overrides"] = present_names(known["overrides"])
-        if found := first_difference({name: known.get(name) for name in identity}, identity):
-            raise InputError(f"{out}: {found}; give the same to resume, or another --out")
+        if difference := first_difference({name: known.get(name) for name in identity}, identity):
+            raise InputError(f"{out}: {difference}; use the same value to resume, or choose another --out")
         return known
     if foreign := foreign_names(out):
-        raise InputError(f"{out}: holds {foreign[0]}, but no {IDENTITY}; choose an empty folder for --out")
-    if asked["budget"]:
-        return {**identity, "budget": asked["budget"]}
+        raise InputError(f"{out}: contains {foreign[0]}, but no {IDENTITY}; choose an empty folder for --out")
+    if arguments["budget"]:
+        return {**identity, "budget": arguments["budget"]}
     tokens = first.train.batch_size * first.data.sequence_length
     seconds = measure(resolved(first, Mixture(first.data.corpus)), device).seconds_per_step
     speed = tokens * flops_per_token(first).total / seconds
-    return {**identity, "budget": float(f"{60 * speed * asked['minutes']:.2g}"), "flops_per_second": speed}
+    return {**identity, "budget": float(f"{60 * speed * arguments['minutes']:.2g}"), "flops_per_second": speed}
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """Returns the results of a finished run, None for one that is not finished.
+    """Returns the results of a finished run, or None for an unfinished run.
 
     Raises ValueError for a damaged file.
     """
@@ -227,9 +227,9 @@ def run_row(
         if not (folder / TASKS).exists():
             if not pretrain(config=config, out=run, device=device).is_finished:
                 raise TrainingFailed(f"{run}: train.max_minutes ended the pre-training; run again to resume")
-            found = finetune(run, out=tasks, **tuning)
-            replace_file(folder / TASKS, json_text(found))
-        remove(tasks)  # one model per task and seed: too much to keep
+            results = finetune(run, out=tasks, **tuning)
+            replace_file(folder / TASKS, json_text(results))
+        remove(tasks)  # too large: one model per task and seed
         report = evaluate(run, sequence_length=config.data.sequence_length, **evaluation)
         replace_file(folder / EVALUATION, json_text(report))
     except Diverged as error:
@@ -240,23 +240,23 @@ def _outcome(folder: Path) -> str:
     result = read_result(folder) or {}
     if "failed" in result:
         return f"failed: {result['failed']}"
-    scores = [f"{name} {100 * found['median']:.1f}" for name, found in result["tasks"].items()]
+    scores = [f"{name} {100 * task['median']:.1f}" for name, task in result["tasks"].items()]
     return f"score {score(result):.2f} ({', '.join(scores)})"
 
 
 def _report(
     out: Path,
-    made: Experiment,
+    comparison: Experiment,
     configs: Mapping[str, Config],
     facts: Mapping[str, Any],
     runs: Mapping[Path, tuple[str, int]],
 ) -> Comparison:
-    """Writes the report of what is finished, and returns its numbers."""
-    finished: dict[str, list[dict[str, Any]]] = {row.name: [] for row in made.rows}
+    """Writes the report on the finished runs, and returns its numbers."""
+    finished: dict[str, list[dict[str, Any]]] = {row.name: [] for row in comparison.rows}
     for folder, (row, seed) in runs.items():
         if (result := read_result(folder)) is not None:
             finished[row].append({"seed": seed, **result})
     sizes = {name: training_size(config) for name, config in configs.items()}
-    results = summarize(made, {**facts, "sizes": sizes}, finished)
-    write_report(out, made, results)
+    results = summarize(comparison, {**facts, "sizes": sizes}, finished)
+    write_report(out, comparison, results)
     return results

@@ -1,1 +1,1 @@
-"""One page about several runs: curves, configurations, evaluations, fine-tuning tables, samples and warnings."""
+"""One HTML page about several runs: curves, configurations, evaluations, fine-tuning tables, samples and warnings."""

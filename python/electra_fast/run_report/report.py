@@ -1,4 +1,4 @@
-"""Writes the page about runs as HTML, in which every text from a file is escaped."""
+"""Writes the HTML page about runs. Every text from a file is escaped."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ def report(
     """Writes one self-contained HTML page about runs.
 
     Args:
-        runs: Folders of pre-training runs, folders of fine-tunings, or folders that contain such; one or several.
+        runs: Folders of pre-training runs or fine-tunings, or folders that contain some; one or several.
         out: The page to write.
 
     Raises:
-        InputError: If a folder contains no run, a file of a run is damaged, or `out` is a folder.
-        FileNotFoundError: If a folder does not exist.
+        InputError: A folder contains no run, a file of a run is damaged, or `out` is a folder.
+        FileNotFoundError: A folder does not exist.
     """
-    given = [Path(each) for each in ([runs] if isinstance(runs, (str, os.PathLike)) else runs)]
+    sources = [Path(path) for path in ([runs] if isinstance(runs, (str, os.PathLike)) else runs)]
     if Path(out).is_dir():
-        raise InputError(f"{out}: is a folder; --out needs a file")
-    if not given:
-        raise InputError("report: no run is given")
+        raise InputError(f"{out}: is a folder; --out must be a file")
+    if not sources:
+        raise InputError("report: no run; pass at least one folder")
     folders: dict[Path, Path] = {}
-    for folder in given:
+    for folder in sources:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder")
-        found = list(find_runs(folder))
-        if not found:
+        runs_inside = list(find_runs(folder))
+        if not runs_inside:
             raise InputError(
-                f"{folder}: contains no run: neither metrics.jsonl and config.toml of a pre-training "
-                "nor TASK/seed-K/metrics.jsonl and config.toml of a fine-tuning"
+                f"{folder}: contains no run: expected metrics.jsonl and config.toml of a pre-training run, "
+                "or TASK/seed-K/metrics.jsonl and config.toml of a fine-tuning"
             )
-        folders |= {each.resolve(): each for each in found}
+        folders |= {run.resolve(): run for run in runs_inside}
     names = names_of(list(folders))
-    pretrainings = [read_pretraining(each, names[each]) for each in folders if is_pretraining(each)]
-    finetunings = [read_finetuning(each, names[each]) for each in folders if not is_pretraining(each)]
+    pretrainings = [read_pretraining(run, names[run]) for run in folders if is_pretraining(run)]
+    finetunings = [read_finetuning(run, names[run]) for run in folders if not is_pretraining(run)]
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     replace_file(Path(out), _page(pretrainings, finetunings))
     return Report(Path(out), [run.name for run in pretrainings], [run.name for run in finetunings])
@@ -78,8 +78,8 @@ def report(
 
 def _page(pretrainings: Sequence[PretrainingRun], finetunings: Sequence[FinetuningRun]) -> str:
     style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    curves = [each.curves for each in pretrainings] + [curve for each in finetunings for curve in each.curves]
-    # `<` is escaped, so that no text can end the element.
+    curves = [run.curves for run in pretrainings] + [curve for run in finetunings for curve in run.curves]
+    # Escape `<`, so that no text can close the element.
     data = json.dumps(curves, allow_nan=False).replace("<", "\\u003c")
     num_runs = len(pretrainings) + len(finetunings)
     body = "\n".join([*_pretraining(pretrainings), *_finetuning(finetunings)])
@@ -97,27 +97,27 @@ def _pretraining(runs: Sequence[PretrainingRun]) -> Iterator[str]:
         return
     yield '<section data-kind="pretraining"><h2>Pre-training</h2>'
     yield (
-        '<p class="soft">Solid: training. Dashed: validation. Triangles: warnings. Drag over a chart to zoom all, '
-        "double-click for the whole range. FLOPs are tokens times the FLOPs per token of the configuration.</p>"
+        '<p class="soft">Solid: training. Dashed: validation. Triangles: warnings. Drag over a chart to zoom all '
+        "charts, double-click to reset. FLOPs are tokens times the FLOPs per token of the configuration.</p>"
         "</section>"
     )
     yield "<h2>Evaluations</h2>"
-    yield _columns_table(
-        {run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}, "the last of each run"
-    )
+    yield _columns_table({run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}, "last of each run")
     yield from _configurations(runs)
     yield "<h2>Environment</h2>"
     yield _columns_table({run.name: _sessions(run.environment) for run in runs})
     yield "<h2>Warnings</h2>"
     rows = [
-        {"run": run.name, "step": each["step"], "warning": each["message"]} for run in runs for each in run.warnings
+        {"run": run.name, "step": warning["step"], "warning": warning["message"]}
+        for run in runs
+        for warning in run.warnings
     ]
-    yield _table(rows) if rows else "<p>None were recorded.</p>"
+    yield _table(rows) if rows else "<p>None.</p>"
     yield "<h2>Samples</h2>"
     yield (
-        '<p class="soft">Validation text as the generator corrupted it, and the verdict of the newest checkpoint: '
+        '<p class="soft">Validation text as the generator corrupted it, with the predictions of the newest checkpoint: '
         '<span class="original">original</span>, <span class="doubtful">doubtful</span>, '
-        '<span class="replaced">replaced</span>. Underlined: really replaced; the original word follows.</p>'
+        '<span class="replaced">replaced</span>. Underlined words were really replaced; the original word follows.</p>'
     )
     for run in runs:
         yield f"<h3>{escape(run.name)}</h3>"
@@ -153,8 +153,8 @@ def _finetuning(runs: Sequence[FinetuningRun]) -> Iterator[str]:
     for run in runs:
         for task, result in run.results.items():
             yield _folded(f"{run.name}: {task}, by seed", _table(result["runs"]))
-        for folder, found in run.reports.items():
-            if classes := found.get("classes"):
+        for folder, finetuning_report in run.reports.items():
+            if classes := finetuning_report.get("classes"):
                 rows = [{"class": name, **scores} for name, scores in classes.items()]
                 yield _folded(f"{run.name}: {folder}, by class", _table(rows))
     yield from _configurations(runs)
@@ -169,7 +169,7 @@ def _configurations(runs: Sequence[PretrainingRun | FinetuningRun]) -> Iterator[
     if differing:
         yield _columns_table({run.name: {key: run.config.get(key) for key in differing} for run in runs}, "differences")
     elif len(runs) > 1:
-        yield "<p>All are the same.</p>"
+        yield "<p>Equal in all runs.</p>"
     for run in runs:
         text = "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in run.config.items())
         yield _folded(f"{run.name}, all keys", f"<pre>{escape(text)}</pre>")
@@ -180,9 +180,11 @@ def _folded(title: str, content: str) -> str:
 
 
 def _sessions(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    names = dict.fromkeys(name for each in records for name in each if name != "process")
-    found = {name: " → ".join(dict.fromkeys(str(each[name]) for each in records if name in each)) for name in names}
-    return found | {"sessions": str(len(records))}
+    names = dict.fromkeys(name for record in records for name in record if name != "process")
+    values = {
+        name: " → ".join(dict.fromkeys(str(record[name]) for record in records if name in record)) for name in names
+    }
+    return values | {"sessions": str(len(records))}
 
 
 def _columns_table(columns: Mapping[str, Mapping[str, Any]], corner: str = "") -> str:

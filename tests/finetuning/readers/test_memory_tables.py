@@ -130,7 +130,7 @@ def test_finetune_and_predict_with_a_frame(encoder_folder, tmp_path):
     first = ef.finetune(task="classification", train=frame, out=out, **options)
     again = ef.finetune(task="classification", train=frame.to_dict("records"), test=frame[:3], out=out, **options)
     assert again["classification"]["runs"][0]["accuracy"] == first["classification"]["runs"][0]["accuracy"]
-    assert first["classification"]["runs"][0]["warning"].startswith("dev: all 8 dev examples have a text that is in")
+    assert first["classification"]["runs"][0]["warning"].startswith("dev: the texts of all 8 validation")
     model = ef.load(out / "classification/seed-0/model", precision="fp32")
     expected = model.predict(frame["body"])
     for examples in (frame, pa.table(frame[["body"]]), frame.to_dict("records")):

@@ -430,7 +430,10 @@ def test_labels_that_occur_twice_are_in_both_splits(write, seed):
 def test_texts_in_both_splits_are_noted(write):
     train = write(labeled("a", "b"))
     dev = write(labeled("a", "b", "a"), "dev.jsonl")
-    for first, second, message in ((train, dev, "2 of 3 dev examples"), (dev, train, "all 2 dev examples")):
+    for first, second, message in (
+        (train, dev, "2 of 3 validation examples"),
+        (dev, train, "all 2 validation examples"),
+    ):
         (data,) = read_tasks("classification", files={"train": first, "dev": second})
         assert data.notes[1].startswith(f"{second}: {message} have a text that is in the training split")
 

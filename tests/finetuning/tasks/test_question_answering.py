@@ -85,7 +85,7 @@ def test_null_threshold_and_unusable_questions(readers):
             reader.predict(wrong)
     with pytest.raises(InputError, match="n_best = 0: must be at least 1"):
         reader.predict([pair], n_best=0)
-    with pytest.raises(InputError, match="--threshold is not for question-answering"):
+    with pytest.raises(InputError, match="--threshold: is not for question-answering"):
         reader.predict([pair], threshold=0.5)
     with pytest.raises(InputError, match="question 1: its context has no tokens"):
         reader.predict([pair, ("Which?", " \u200b ")])

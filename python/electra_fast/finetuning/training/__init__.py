@@ -1,1 +1,1 @@
-"""Training of the tasks: a job per task, a run per seed, and the step."""
+"""Training of tasks: one job per task, one run per seed, and the training step."""

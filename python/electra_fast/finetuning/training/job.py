@@ -1,4 +1,4 @@
-"""A task ready for training: configuration, tokenized examples and weights, shared by all seeds."""
+"""A task ready for training: configuration, tokenized examples and the encoder's weights, shared by all seeds."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from electra_fast.huggingface.encoder import PretrainedEncoder
 from electra_fast.model.compute import CPU_PRECISIONS, DTYPES, choose_precision, resolve_compute, use_compute
 from electra_fast.model.matmul import DEFAULT, ONEDNN, choose_matmul, measure_matmul
 
-# Keys that may change between sessions: they affect at most a result's rounding.
+# Keys that may change between sessions, because they affect at most the rounding of a result.
 FREE_KEYS = {"checkpoint_seconds", "loggers", "matmul"}
-# Keys that count with a teacher, where `Lesson.identity` has them.
+# Keys that matter only with a teacher; they are in `Lesson.identity`.
 TEACHER_KEYS = {"teacher_weight", "teacher_temperature"}
-# File in a task's folder that records everything its results depend on.
+# File in a task's folder that records everything that its results depend on.
 IDENTITY = "task.json"
 MAX_NAMED_CLASSES = 20
-# Longest pass that is timed to choose the precision: half a second with an encoder of base size.
+# Maximum number of tokens of a timed pass: half a second for an encoder of base size.
 MAX_MEASURED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Job:
-    """A task, ready to be trained with any seed.
+    """A task, ready for training with any seed.
 
     Args:
         folder: Output folder, `DIR/TASK` or a folder in it.
         splits: The tokenized examples to predict, by the name of their split.
         num_processes: Processes that share a step on a CPU.
         notes: Choices made by measurement, for the user.
-        part: The folder's name below `DIR/TASK`: that of a fold, of an untrained twin, or of a student alone.
-        labeled: The training examples without a teacher's answers and without unlabeled ones.
-        lesson: The teacher, if there is one.
+        part: The folder below `DIR/TASK`: of a fold, of the untrained baseline, or of a student without a teacher.
+        labeled: The labeled training examples, without a teacher's answers.
+        lesson: The lesson of the teacher, if there is one.
     """
 
     data: TaskData
@@ -111,12 +111,12 @@ class Job:
 
     @property
     def evaluation_tokens(self) -> int:
-        """Tokens of an evaluation, as many as take as long in training: a third, since nothing goes backward."""
+        """Cost of an evaluation in training tokens: a third of its tokens, since there is no backward pass."""
         return sum(len(self.splits[split.name].encoded.ids) for split in self.data.dev) // 3
 
     @property
     def num_tokens(self) -> int:
-        """Approximate number of tokens that a seed trains on, and of its evaluations."""
+        """Approximate cost of a seed with its evaluations, in training tokens."""
         num_trained = math.ceil(len(self.examples.ids) * self.config.epochs)
         return num_trained + self.evaluation_tokens * len(self.evaluation_steps)
 
@@ -128,30 +128,30 @@ class Job:
         return batches.pack(self.examples, chosen, self.num_processes, in_one_row=in_one_row)
 
     def predict(self, model: TaskModel, split: Split, before_batch: Callable[[], None] | None = None) -> Any:
-        """Returns the model's outputs for a split that is predicted; `before_batch` may raise."""
+        """Returns the model's outputs for a split; `before_batch` may raise."""
         inference = Inference(model, self.work.compute, before_batch)
         return self.task_type.predict(inference, self.splits[split.name], self.config)
 
     def teacher_scores(self) -> dict[str, float]:
-        """Returns the teacher's scores, named as in a result."""
-        found = dict[str, float]()
+        """Returns the teacher's scores, with the names of a result."""
+        scores = dict[str, float]()
         first = dict[str, Any]()
         assert self.lesson is not None
         for split in self.scored_splits:
             if split.targets is not None:
                 answers = np.nan_to_num(self.lesson.answers(self.task, split))
-                own = self.task_type.scores(self.task, split, self.splits[split.name], answers, first)
-                first = first or own
-                found = found | named_scores(split.name, own)
-        return {name: value for name, value in found.items() if isinstance(value, float)}
+                split_scores = self.task_type.scores(self.task, split, self.splits[split.name], answers, first)
+                first = first or split_scores
+                scores = scores | named_scores(split.name, split_scores)
+        return {name: value for name, value in scores.items() if isinstance(value, float)}
 
-    def twin(self, untrained: PretrainedEncoder) -> Job:
-        """Returns the same job with an encoder that was not pre-trained, of the same shape."""
+    def untrained_baseline(self, untrained: PretrainedEncoder) -> Job:
+        """Returns the same job with an untrained encoder of the same shape."""
         part = "/".join(filter(None, (self.part, "untrained")))
         return dataclasses.replace(self, encoder=untrained, folder=self.folder / "untrained", part=part)
 
     def alone(self, config: FinetuneSection) -> Job:
-        """Returns the job of a student that learns from the labels alone."""
+        """Returns the job of a student that learns only from the labels."""
         assert self.labeled is not None
         part = "/".join(filter(None, (self.part, "alone")))
         work = dataclasses.replace(self.work, config=config)
@@ -159,7 +159,7 @@ class Job:
         return dataclasses.replace(self, folder=self.folder / "alone", part=part, **changes)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a seed's model depends on, except for rounding and hardware; resuming requires it unchanged."""
+        """Returns everything but hardware that a seed's model depends on; a resumed job must have the same identity."""
         settings = dataclasses.asdict(self.config)
         dev, *_ = self.data.dev
         chosen_by = {dev.name: self.predicted[dev.name]} if self.config.select == "best" else {}
@@ -174,33 +174,33 @@ class Job:
 
     @property
     def hardware(self) -> dict[str, str]:
-        """The choices made for the device; a resumed fine-tuning keeps them."""
+        """The settings chosen for the device; a resumed job keeps them."""
         dtype = self.work.compute.dtype
         matmul = self.work.compute.matmul
-        precision = next(name for name, each in DTYPES.items() if each == dtype)
+        precision = next(name for name, torch_dtype in DTYPES.items() if torch_dtype == dtype)
         return {"device": self.device.type, "precision": precision, "matmul": matmul}
 
     @functools.cached_property
     def predicted(self) -> dict[str, str]:
-        """A content hash of each split that is predicted, independent of its path."""
-        return {each.name: _content_hash(each, "\0".join(each.ids)) for each in self.scored_splits}
+        """Content hash of each split to predict, independent of its path."""
+        return {split.name: _content_hash(split, "\0".join(split.ids)) for split in self.scored_splits}
 
     @functools.cached_property
     def majority(self) -> dict[str, float]:
-        """The scores of always predicting the most frequent training answer, named as in a result."""
-        found: dict[str, float] = {}
+        """The scores of the majority-class baseline, with the names of a result."""
+        scores: dict[str, float] = {}
         for split in self.scored_splits:
             if split.targets is not None:
-                found |= named_scores(split.name, self.task_type.majority(self.task, self.data.train, split))
-        return found
+                scores |= named_scores(split.name, self.task_type.majority(self.task, self.data.train, split))
+        return scores
 
     @functools.cached_property
     def absent(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        absent_names: dict[str, list[str]] = {}
         for split in (self.data.train, *self.scored_splits):
             if names := [name for name, size in self.task_type.class_sizes(self.task, split).items() if not size]:
-                found[split.name] = names
-        return found
+                absent_names[split.name] = names
+        return absent_names
 
     def describe(self) -> Iterator[str]:
         yield from self.data.notes
@@ -222,8 +222,8 @@ class Job:
         if num_longer := int((self.examples.lengths > trained).sum()):
             yield (
                 f"warning: {num_longer:,} of {len(self.examples.lengths):,} training examples are longer "
-                f"than the {trained} tokens of the rows that the encoder was trained on; lower "
-                "finetune.sequence_length, or continue its training on longer rows"
+                f"than the {trained} tokens per row of the encoder's pre-training; lower "
+                "finetune.sequence_length, or continue pre-training on longer rows"
             )
         yield from self.task_type.describe(self.data.train, self.labeled or self.training_set, self.config)
         yield from self.training_set.notes
@@ -240,9 +240,9 @@ def make_job(
     hardware: Mapping[str, str] | None = None,
     lesson: Lesson | None = None,
 ) -> Job:
-    """Checks configuration, encoder and data against each other, tokenizes the training examples, and asks a teacher.
+    """Checks configuration, encoder and data, tokenizes the examples, and computes a teacher's answers.
 
-    `hardware` has another job's choices for the device; by default they are an earlier session's, or measured.
+    `hardware` has another job's settings for the device; by default, an earlier session's, or measured ones.
     """
     settings = config.finetune
     check_length(settings, encoder)
@@ -251,49 +251,39 @@ def make_job(
     for key, unused in {"class_weights": "none", "calibrate": False}.items():
         if getattr(settings, key) != unused and not task_type.has_classes:
             value = format_value(getattr(settings, key))
-            raise InputError(f"finetune.{key} = {value} needs classes, which {task.name} does not predict")
+            raise InputError(f"finetune.{key} = {value}: needs classes, which {task.name} does not have; remove it")
     tokenizer = Tokenizer(encoder.tokenizer)
-    labeled = training_set = task_type.training_set(tokenizer, task, data.train, settings)
+    labeled = examples = task_type.training_set(tokenizer, task, data.train, settings)
     if lesson is not None:
-        training_set = lesson.training_set(labeled, tokenizer, task, data.train, settings)
+        examples = lesson.training_set(labeled, tokenizer, task, data.train, settings)
     splits = {split.name: task_type.features(tokenizer, split, settings) for split in (*data.dev, *data.test)}
     chosen = hardware or _recorded_hardware(folder, device)
-    work = _work(task, settings, encoder, device, chosen)
-    is_alone = work.compute.dtype == torch.float16  # which scales the whole gradient
-    num_processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
+    work = _make_work(task, settings, encoder, device, chosen)
+    is_alone = work.compute.dtype == torch.float16  # loss scaling needs the whole gradient in one process
+    processes = 1 if is_alone else min(max_processes(device), settings.batch_size)
     compute, notes = resolve_encoder(work.shape, work.compute, device, settings.sequence_length, settings.batch_size)
     work = work.computing(kernels=compute.kernels)
     job = Job(
-        data,
-        settings,
-        encoder,
-        folder,
-        training_set,
-        splits,
-        work,
-        device,
-        num_processes,
-        notes=tuple(notes),
-        part=part,
-        labeled=labeled,
-        lesson=lesson,
+        data, settings, encoder, folder, examples, splits, work, device, processes, tuple(notes), part, labeled, lesson
     )
-    return job if chosen else _measured(job)
+    return job if chosen else _with_measured_settings(job)
 
 
 def _recorded_hardware(folder: Path, device: torch.device) -> dict[str, str]:
-    """Returns an earlier session's choices for this type of device; before they were recorded: fp32 on a CPU."""
+    """Returns the settings of an earlier session on this type of device; older versions used fp32 on a CPU."""
     path = folder / IDENTITY
     if not path.exists():
         return {}
-    found = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
-    if not isinstance(found, dict) or found.get("device") != device.type:
+    hardware = read_object(path).get("hardware", {"device": "cpu", "precision": "fp32", "matmul": DEFAULT})
+    if not isinstance(hardware, dict) or hardware.get("device") != device.type:
         return {}
-    return found if found.get("precision") in tuple(DTYPES) and found.get("matmul") in (DEFAULT, ONEDNN) else {}
+    return (
+        hardware if hardware.get("precision") in tuple(DTYPES) and hardware.get("matmul") in (DEFAULT, ONEDNN) else {}
+    )
 
 
-def _measured(job: Job) -> Job:
-    """Returns the job with the library of fp32 products, then the precision, that train its first examples faster."""
+def _with_measured_settings(job: Job) -> Job:
+    """Returns the job with the fp32 matrix library and then the precision that are faster on its first examples."""
     settings = job.config
     notes = list(job.notes)
     work = job.work
@@ -312,7 +302,7 @@ def _measured(job: Job) -> Job:
 
 
 def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
-    """Times one process' forward and backward pass over its part of the first step, by precision."""
+    """Times the forward and backward pass of one process over its part of the first step, by precision."""
     lengths = job.examples.lengths[: job.config.batch_size]
     enough = np.searchsorted(lengths.cumsum(), MAX_MEASURED_TOKENS * job.num_processes)
     examples = np.arange(max(1, min(len(lengths), int(enough))))
@@ -333,15 +323,15 @@ def _seconds_by_precision(job: Job, work: FinetuningWork) -> dict[str, float]:
 def check_length(config: FinetuneSection, encoder: PretrainedEncoder) -> None:
     if config.sequence_length > encoder.shape.max_positions:
         raise InputError(
-            f"finetune.sequence_length = {config.sequence_length} is longer than the {encoder.shape.max_positions} "
-            "positions of the encoder; lower it"
+            f"finetune.sequence_length = {config.sequence_length}: must be at most the {encoder.shape.max_positions} "
+            "positions of the encoder"
         )
 
 
-def _work(
+def _make_work(
     task: Task, config: FinetuneSection, encoder: PretrainedEncoder, device: torch.device, recorded: Mapping[str, str]
 ) -> FinetuningWork:
-    """Returns the computation of a step; what only a measurement can tell is as recorded, else fp32 and the default."""
+    """Returns a step's computation. Settings that need a measurement are as recorded, or fp32 and the default."""
     shape = dataclasses.replace(
         encoder.shape, dropout=config.dropout, attention_dropout=config.attention_dropout, attention="auto"
     )
@@ -350,7 +340,7 @@ def _work(
     precision = recorded.get("precision", AUTO) if precision == AUTO else precision
     matmul = recorded.get("matmul", AUTO) if matmul == AUTO else matmul
     if config.execution == "graph" and device.type != "cuda":
-        raise InputError(f'finetune.execution = "graph" needs a CUDA device, and this is {device.type}; set "auto"')
+        raise InputError(f'finetune.execution = "graph": needs a CUDA device (device is {device.type}); set "auto"')
     compute = resolve_compute(shape, device, precision, matmul, config.attention)
     num_outputs = len(TASK_TYPES[task.kind].output_names or task.labels)
     return FinetuningWork(shape, config, task.kind, num_outputs, compute)
@@ -360,7 +350,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_NAMED_CLASSES]
     shown = [name for name in sizes if name in largest]
     more = [size for name, size in sizes.items() if name not in largest]
-    rest = f", and {len(more):,} more of {min(more):,} to {max(more):,}" if more else ""
+    rest = f", and {len(more):,} more classes of {min(more):,} to {max(more):,}" if more else ""
     return ", ".join(f"{name!r} {sizes[name]:,}" for name in shown) + rest
 
 
@@ -374,34 +364,34 @@ def _content_hash(split: Split, more: str = "") -> str:
     if split.targets is not None:
         targets = split.targets
         is_nested = targets.dtype == object
-        digest.update(repr([list(each) for each in targets]).encode() if is_nested else targets.tobytes())
+        digest.update(repr([list(target) for target in targets]).encode() if is_nested else targets.tobytes())
     return digest.hexdigest()
 
 
 def named_scores(split: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """Returns a split's scores as a result names them: `accuracy` for `dev`, `accuracy_test` for others."""
+    """Returns a split's scores with the names of a result: `accuracy` for `dev`, `accuracy_test` for `test`."""
     ending = f"_{split}".removeprefix("_dev").replace("-", "_")
     return {f"{name}{ending}": value for name, value in scores.items()}
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str | None:
-    """Describes the first entry in which two identities differ; None if they are equal."""
+    """Describes the first entry that differs between two identities; None if they are equal."""
     for name in sorted(before.keys() | now.keys()):
         was = before.get(name)
         is_now = now.get(name)
         if isinstance(was, Mapping) and isinstance(is_now, Mapping):
-            if found := first_difference(was, is_now, f"{prefix}{name}."):
-                return found
+            if difference := first_difference(was, is_now, f"{prefix}{name}."):
+                return difference
         elif was != is_now and name == "teacher":
-            return f"was made with{'' if was else 'out'} a teacher"
+            return f"was trained with{'' if was else 'out'} a teacher"
         elif was != is_now and prefix == "teacher." and name in ("content", "unlabeled"):
-            return f"was made with {'another teacher' if name == 'content' else 'other unlabeled examples'}"
+            return f"was trained with {'another teacher' if name == 'content' else 'other unlabeled examples'}"
         elif was != is_now and prefix == "data.":
-            return f"was made with other examples of {name}"
+            return f"was trained with other examples of {name}"
         elif was != is_now and name == "encoder":
-            return "was made from another encoder"
+            return "was trained from another encoder"
         elif was != is_now and name == "tokens":
-            return "was made with another tokenizer"
+            return "was trained with another tokenizer"
         elif was != is_now:
-            return f"was made with other settings ({prefix}{name} was {was!r} and is now {is_now!r})"
+            return f"was trained with other settings ({prefix}{name} was {was!r} and is now {is_now!r})"
     return None

@@ -1,6 +1,6 @@
-"""What a finished seed leaves beside its model: result.json and the model card.
+"""The files that a finished seed writes in addition to its model: result.json and the model card.
 
-result.json has the seed's scores by name, and the checksums of the files that a later session reads again.
+result.json has the seed's scores by name, and the checksums of the files that a later session reads.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from electra_fast.messages import printable
 
 RESULT = "result.json"
 CHOSEN = ("best_step", "selected_by", "stopped_step", "temperature")
-"""Entries of a result about the model: the step that was chosen, if it was not simply the last, the score that chose it
-unless that is the task's, the step of an early stop, and the temperature."""
+"""Entries of a result about the model: the selected step unless the last step is always kept, the score that selected
+it unless that is the task's metric, the step of an early stop, and the temperature."""
 _HUB_METRICS = {"matthews": "matthews_correlation", "spearman": "spearmanr"}
 _PREDICT = "`electra-fast predict path/to/this/folder FILE`"
 
@@ -31,7 +31,7 @@ _PREDICT = "`electra-fast predict path/to/this/folder FILE`"
 def result_of(
     seed: int, scored: Mapping[str, Any], warning: str | None, seconds: float, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of result.json: what was `CHOSEN`, the scores by name, and what identifies their splits."""
+    """Returns the content of result.json: the `CHOSEN` entries, the scores by name, and the splits' identities."""
     result: dict[str, Any] = {"seed": seed, **chosen}
     for name, split in scored.items():
         result |= named_scores(name, split["scores"])
@@ -41,10 +41,10 @@ def result_of(
 def write_result(folder: Path, result: Mapping[str, Any], *, unfinished: Container[str] | None = None) -> None:
     """Writes result.json, with the checksums of the seed's other files that a later session reads.
 
-    While a seed is scored again, `unfinished` are the splits still to be predicted: files that depend on them change.
+    While a seed is scored again, `unfinished` are the splits still to be predicted, whose files will change.
     """
     predictions = [path for path in folder.glob("predictions.*") if path.name.split(".")[1] not in (unfinished or ())]
-    # Without the model card, which is for people, who may edit it. config.json has settings that follow the scores.
+    # Users may edit the model card. config.json has settings that depend on the scores.
     changing = {"README.md", "config.json"} if unfinished is not None else {"README.md"}
     model = [path for path in (folder / "model").iterdir() if path.name not in changing and path.is_file()]
     replace_file(folder / RESULT, json_text(checkpoint_folder.sealed(result, folder, sorted((*predictions, *model)))))
@@ -57,7 +57,7 @@ def read_finished(folder: Path, metric: str) -> dict[str, Any]:
         result = read_object(folder / RESULT)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from None
-    checksums = {}  # a version that wrote none left models that are taken as they are
+    checksums = {}  # older versions wrote none
     if {"files", "checksum"} & result.keys():
         result = checkpoint_folder.read_sealed(folder / RESULT, remedy)
         checksums = result.pop("files")
@@ -65,21 +65,21 @@ def read_finished(folder: Path, metric: str) -> dict[str, Any]:
     splits = result.get("splits", {})
     is_whole = all(type(number) in (int, float) for number in numbers) and isinstance(splits, dict)
     is_whole = is_whole and all(
-        isinstance(each, dict) and {"content", "scores"} <= each.keys() for each in splits.values()
+        isinstance(split, dict) and {"content", "scores"} <= split.keys() for split in splits.values()
     )
     if not is_whole or not (folder / "model" / "config.json").exists():
-        raise InputError(f"{folder}: not whole (model/ or an entry of {RESULT} is missing); {remedy}")
+        raise InputError(f"{folder}: incomplete (model/ or an entry of {RESULT} is missing); {remedy}")
     checkpoint_folder.verify_files(folder, checksums, remedy)
     return result
 
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     about = ("seed", "seconds", "splits", *CHOSEN)
-    return {name: each for name, each in result.items() if name not in about and isinstance(each, int | float)}
+    return {name: value for name, value in result.items() if name not in about and isinstance(value, int | float)}
 
 
 def score_texts(result: Mapping[str, Any], majority: Mapping[str, float]) -> Iterator[str]:
-    """Yields each score of a result as text, with that of the most frequent answer."""
+    """Yields each score of a result as text, with the score of the majority-class baseline."""
     for name, value in scores_of(result).items():
         yield f"{name} {value:.4f}" + (f" (majority {majority[name]:.4f})" if name in majority else "")
 
@@ -94,8 +94,8 @@ def write_card(folder: Path, job: Job, class_name: str, result: dict[str, Any]) 
     usage = hf.usage.format(pipeline=hf.pipeline, options=options, class_name=class_name, command=_PREDICT)
     if is_raw := class_name == RAW_CLASSES[architecture]:
         usage = (
-            f"`transformers` has no class for the head: this folder holds the encoder as `{class_name}` and the head's "
-            f"tensors beside it. {_PREDICT} reads both{hf.raw_usage}"
+            f"`transformers` has no class for the head: this folder contains the encoder as `{class_name}` and the "
+            f"head's tensors. {_PREDICT} reads both{hf.raw_usage}"
         )
     metric = {"type": _HUB_METRICS.get(task.metric, task.metric)}
     hub_results = [
@@ -129,9 +129,9 @@ def _card_scores(job: Job, result: dict[str, Any]) -> Iterator[str]:
     unit = f"; F1 compares {result['f1_unit']}" if result.get("f1_unit", "words") != "words" else ""
     when = "after the last step"
     if "best_step" in result:
-        when = f"after step {result['best_step']:,}, chosen by its {job.selection_metric} on {job.data.dev[0].name}"
-    thresholds = "; the thresholds of labels are chosen on these examples" if "thresholds" in result else ""
-    yield f"\nOn the validation examples, {when}{unit}{thresholds}."
+        when = f"after step {result['best_step']:,}, selected by {job.selection_metric} on {job.data.dev[0].name}"
+    thresholds = "; the label thresholds are chosen on these examples" if "thresholds" in result else ""
+    yield f"\nOn the validation set, {when}{unit}{thresholds}."
 
 
 def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[str]:
@@ -153,5 +153,5 @@ def _card_training(folder: Path, job: Job, result: dict[str, Any]) -> Iterator[s
             f"examples: weight {config.teacher_weight:g}, temperature {config.teacher_temperature:g}"
         )
     if "temperature" in result:
-        yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation examples best"
+        yield f"- logits divided by {result['temperature']:.4g}, the temperature that fits the validation set best"
     yield f"- encoder with content hash `{job.encoder.content_hash[:16]}`, electra-fast {version('electra-fast')}"

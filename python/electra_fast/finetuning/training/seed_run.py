@@ -1,9 +1,9 @@
-"""One seed of a task: trains, resumes where it was killed, and leaves model, predictions and scores.
+"""One seed of a task: trains, resumes after a kill, and writes model, predictions and scores.
 
-A finished seed is scored again if test data have changed, or validation data on which its model does not depend.
+A finished seed is scored again if test data have changed, or validation data that did not select its model.
 
-While a seed trains, its folder has checkpoints/ and metrics.jsonl, as a pre-training run has. result.json is written
-last and marks the seed as finished.
+While a seed trains, its folder has checkpoints/ and metrics.jsonl, like a pre-training run. result.json is written last
+and marks the seed as finished.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from electra_fast.optimizers.optimizer import lr_scale
 from electra_fast.progress import FinetuningProgress
 from electra_fast.training.loggers import Callbacks, Loggers, logger_names
 
-# Lines of metrics.jsonl.
+# Number of training lines in metrics.jsonl.
 _NUM_LOGS = 100
 
 
 @dataclass
 class SeedState:
-    """Progress of a seed, besides its tensors."""
+    """Progress of a seed, without its tensors."""
 
     step: int = 0
     seconds: float = 0.0
@@ -54,16 +54,16 @@ class SeedState:
     window_loss: float = 0.0
     window_norm: float = 0.0
     evaluated_step: int = 0
-    """The last evaluation's."""
+    """Step of the last evaluation."""
     best_step: int = 0
-    """The best evaluation's, of equal scores that of the lowest loss; 0 before any."""
+    """Step of the best evaluation (among equal scores, of the lowest loss); 0 before the first evaluation."""
     best_score: float = 0.0
     best_loss: float = 0.0
-    """On the first validation split."""
+    """Loss of the best evaluation on the first validation split."""
     num_worse: int = 0
-    """Evaluations since the best score."""
+    """Number of evaluations since the best score."""
     varied_step: int = 0
-    """The last evaluation that found no collapse; 0 for none."""
+    """Step of the last evaluation whose predictions varied; 0 for none."""
 
 
 def predict_splits(
@@ -77,8 +77,8 @@ def predict_splits(
 ) -> str | None:
     """Writes predictions, and adds each split's identity and scores to `scored`.
 
-    `known` has the model's outputs for some splits. Returns a warning if the model has learned nothing, judged on the
-    first validation split, or if that repeats the training split.
+    `known` has the model's outputs for some splits. Returns a warning if the model's predictions for the first
+    validation split show that it has learned nothing, or if that split repeats the training split.
     """
     dev = job.data.dev[0]
     warning = None
@@ -100,9 +100,9 @@ def predict_splits(
 
 
 class SeedRun:
-    """Training of one seed, which decides the head's initialization, the order of the examples, and dropout.
+    """Training with one seed, which determines the head's initialization, the order of the examples, and dropout.
 
-    The model and the optimizer of `step` are reset for it.
+    Resets the model and the optimizer of `step`.
     """
 
     def __init__(self, job: Job, step: FinetuneStep, seed: int) -> None:
@@ -118,17 +118,17 @@ class SeedRun:
         step.reset()
         self.state = SeedState()
         self._totals = torch.zeros(2, dtype=torch.float64, device=job.device)
-        self._best: Mapping[str, Tensor] = {}  # parameters of the best step, on the CPU; none if the last one is kept
-        self._outputs: dict[str, Any] = {}  # for the validation splits, of the step to keep; none after a resume
+        self._best: Mapping[str, Tensor] = {}  # parameters of the best step, on the CPU; empty if the last step is kept
+        self._outputs: dict[str, Any] = {}  # validation outputs of the kept step; empty after a resume
         self.warnings: list[str] = []
-        """Damage found in checkpoints of an earlier session."""
+        """Warnings about damaged checkpoints of an earlier session."""
         checkpoint_folder.remove_unfinished(self.folder)
         if checkpoint_folder.steps(self.folder):
             self._restore()
 
     @property
     def is_trained(self) -> bool:
-        """Whether the last step is taken and evaluated, or patience is exhausted."""
+        """True if the last step is evaluated, or if patience is exhausted."""
         state = self.state
         patience = self.job.config.patience
         return state.evaluated_step == self.job.num_steps or 0 < patience <= state.num_worse
@@ -138,9 +138,9 @@ class SeedRun:
         return self.state.step in self.job.evaluation_steps and self.state.evaluated_step < self.state.step
 
     def train(self, stop: StopRequest, progress: FinetuningProgress, callbacks: Callbacks) -> bool:
-        """Takes the remaining steps, or those until a stop; returns whether training is finished.
+        """Trains until the last step or a stop; returns whether training is finished.
 
-        Raises StopTraining, after a checkpoint, if a callback did.
+        If a callback raised StopTraining, raises it again after a checkpoint.
         """
         num_steps = self.job.num_steps
         state = self.state
@@ -150,11 +150,11 @@ class SeedRun:
         self.model.train()
         began = time.monotonic() - state.seconds
         saved = state.seconds
-        # A step's lines are written after its evaluation.
+        # The lines of a step are written after its evaluation.
         path = self.folder / "metrics.jsonl"
         with JsonLines(path, state.step - self._is_evaluation_due) as log, self._loggers(path) as loggers:
             while not self.is_trained and not stop and callbacks.stop is None:
-                if not self._is_evaluation_due:  # as it is if a stop prevented it
+                if not self._is_evaluation_due:  # due if a stop interrupted the evaluation
                     progress.advance(self._take_step())
                 evaluation = record = None
                 if self._is_evaluation_due:
@@ -181,7 +181,7 @@ class SeedRun:
                     callbacks("on_checkpoint", about | self._save())
                     saved = time.monotonic() - began
         if state.step > first_step or not state.step:
-            # after the last step too, since predictions may take long
+            # also after the last step, since predictions may take long
             callbacks("on_checkpoint", about | self._save())
         if callbacks.stop is not None:
             raise callbacks.stop
@@ -196,9 +196,9 @@ class SeedRun:
         return Loggers(names, self.folder, settings, earlier)
 
     def _evaluate(self, stop: StopRequest) -> dict[str, float]:
-        """Returns the scores on the validation splits by name; the best step's weights are kept.
+        """Returns the scores on the validation splits by name; keeps a copy of the best step's weights.
 
-        Raises Interrupted if a stop is requested meanwhile, and Diverged.
+        Raises Interrupted if a stop is requested during the evaluation, and Diverged.
         """
         self._collect_totals()
         job = self.job
@@ -208,10 +208,10 @@ class SeedRun:
         first = dict[str, float]()
         dev = job.data.dev[0]
         for split in job.data.dev:
-            outputs[split.name] = found = job.predict(self.model, split, partial(self._check_stop, stop))
-            own = job.task_type.scores(job.task, split, job.splits[split.name], found, first)
-            first = first or own
-            scores = scores | named_scores(split.name, own)
+            outputs[split.name] = split_outputs = job.predict(self.model, split, partial(self._check_stop, stop))
+            split_scores = job.task_type.scores(job.task, split, job.splits[split.name], split_outputs, first)
+            first = first or split_scores
+            scores = scores | named_scores(split.name, split_scores)
         state.evaluated_step = state.step
         score = scores[job.selection_metric]
         by_class = job.training_set.class_weights
@@ -250,7 +250,7 @@ class SeedRun:
             batch_size = job.config.batch_size
             if batch_size > 1:
                 smaller = f"--finetune.batch_size {batch_size // 2}"
-            remedy = f"run again with {smaller}, and with another --out if this one has results"
+            remedy = f"run again with {smaller}, and with another --out if this folder has results"
             raise OutOfMemory.at(f"{self.folder}: step {state.step}", error, remedy) from error
         self._totals += torch.stack((loss, norm))
         state.step += 1
@@ -258,7 +258,7 @@ class SeedRun:
         return sum(part.num_tokens for part in parts)
 
     def _collect_totals(self) -> None:
-        """Reads the totals from the device; raises Diverged if they are not finite."""
+        """Reads the sums of losses and norms from the device; raises Diverged if they are not finite."""
         state = self.state
         loss, norm = self._totals.tolist()
         self._totals.zero_()
@@ -266,8 +266,8 @@ class SeedRun:
         state.window_norm = state.window_norm + norm
         if not math.isfinite(loss + norm) or (self.step.scaler is not None and self.step.scaler.has_failed()):
             raise Diverged(
-                f"{self.folder}: the loss or its gradient became nan or infinite in steps "
-                f"{state.step - state.window_steps + 1}-{state.step}; start again in another --out with a lower "
+                f"{self.folder}: the loss or its gradient became NaN or infinite in steps "
+                f"{state.step - state.window_steps + 1}-{state.step}; train again with another --out and a lower "
                 "finetune.learning_rate"
             )
 
@@ -299,7 +299,7 @@ class SeedRun:
 
         path = checkpoint_folder.path_of(self.folder, self.state.step)
         self._replace(path, write)
-        # Keep two until the seed is finished, in case one is damaged.
+        # Keep two checkpoints until the seed is finished, in case one is damaged.
         for step in checkpoint_folder.steps(self.folder)[:-2]:
             remove(checkpoint_folder.path_of(self.folder, step))
         return {"step": self.state.step, "path": str(path)}
@@ -322,9 +322,9 @@ class SeedRun:
                 parameter.copy_(parameters[name])
 
     def finish(self, stop: StopRequest) -> dict[str, Any]:
-        """Predicts and scores with the model to keep, writes everything, and returns the content of result.json.
+        """Predicts and scores with the selected model, writes all files, and returns the content of result.json.
 
-        Raises Interrupted if a stop is requested meanwhile.
+        Raises Interrupted if a stop is requested before the end.
         """
         started = time.monotonic()
         job = self.job
@@ -344,8 +344,8 @@ class SeedRun:
         warning = predict_splits(job, self.model, self.folder, job.scored_splits, scored, check_stop, self._outputs)
         if warning and self._best and state.varied_step:
             warning += (
-                f"; or finetune.select = last: the predictions of step {state.varied_step} varied, but its "
-                f"{job.selection_metric} was no better"
+                f"; or set finetune.select = last: the predictions of step {state.varied_step} varied, but its "
+                f"{job.selection_metric} was not better"
             )
         seconds = round(state.seconds + time.monotonic() - started, 3)
         result = result_of(self.seed, scored, warning, seconds, chosen)
@@ -355,7 +355,7 @@ class SeedRun:
         return result
 
     def _calibrate(self, check_stop: Callable[[], None]) -> float:
-        """Divides the logits by the temperature that fits the first validation split, which it returns."""
+        """Divides the logits by the temperature that fits the first validation split; returns the temperature."""
         job = self.job
         (dev, *_) = self.job.data.dev
         if (outputs := self._outputs.get(dev.name)) is None:
@@ -368,7 +368,7 @@ class SeedRun:
 
     def interruption(self, stop: StopRequest) -> Interrupted:
         return Interrupted(
-            stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}, run again to resume"
+            stop.signal, f"interrupted; {self.folder}: checkpoint at step {self.state.step}; run again to resume"
         )
 
     def _write_model(self, folder: Path, result: dict[str, Any]) -> None:
@@ -398,23 +398,23 @@ class SeedRun:
             replace_folder(folder, write)
         except (OSError, SafetensorError) as error:
             raise OSError(
-                f"{folder}: not written: {error}; what was finished before is kept, run again to resume"
+                f"{folder}: cannot be written: {error}; earlier results are kept; run again to resume"
             ) from error
 
 
 def outdated_splits(job: Job, result: dict[str, Any]) -> list[Split]:
-    """Returns the splits whose examples or labels differ from those that a result was scored on."""
+    """Returns the splits whose examples or labels have changed since a result was scored."""
     known = {name: split["content"] for name, split in result.get("splits", {}).items()}
     folder = job.folder / f"seed-{result['seed']}"
-    found = [
-        each
-        for each in job.scored_splits
-        if known.get(each.name) != job.predicted[each.name]
-        or not (folder / f"predictions.{each.name}.jsonl").exists()  # of a version that did not write it
+    outdated = [
+        split
+        for split in job.scored_splits
+        if known.get(split.name) != job.predicted[split.name]
+        or not (folder / f"predictions.{split.name}.jsonl").exists()  # older versions did not write it
     ]
-    # The first validation split sets the thresholds: of the odds of no answer, or of labels.
+    # The first validation split determines the thresholds (null odds or labels), and so all other scores.
     is_decisive = "thresholds" in result or job.task.has_unanswerable
-    return list(job.scored_splits) if is_decisive and any(each is job.data.dev[0] for each in found) else found
+    return list(job.scored_splits) if is_decisive and any(split is job.data.dev[0] for split in outdated) else outdated
 
 
 def rescore(
@@ -422,11 +422,11 @@ def rescore(
 ) -> dict[str, Any]:
     """Predicts and scores the `outdated` splits with a finished model; returns the new result.
 
-    Meanwhile, the result on disk lacks these splits.
+    Until it is finished, the result on disk lacks these splits.
     """
     started = time.monotonic()
     known = dict(result.get("splits", {}))
-    names = {each.name for each in outdated}
+    names = {split.name for split in outdated}
     scored = {name: known[name] for name in job.predicted if name in known and name not in names}
     write_result(folder, result | {"splits": scored}, unfinished=names)
 

@@ -1,4 +1,4 @@
-"""A step of fine-tuning: forward and backward over packed examples, by one process or several, and the update."""
+"""A fine-tuning step: forward and backward pass over packed examples, in one or several processes, and the update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from electra_fast.training.run_tensors import split_state
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """`Inputs`, with targets and weights, the seed and number of the step, int64 [2], and a teacher's answers."""
+    """`Inputs` with targets, weights, a teacher's answers, and the seed and number of the step, int64 [2]."""
 
     inputs: Inputs
     targets: Tensor
@@ -43,8 +43,8 @@ class TrainingInputs:
         return cls(Inputs.of(batch.packed, device), *(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def copy_(self, other: Self) -> None:
-        for own, new in zip(self._tensors(), other._tensors(), strict=True):
-            own.copy_(new)
+        for target, source in zip(self._tensors(), other._tensors(), strict=True):
+            target.copy_(source)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         answers = () if self.answers is None else (self.answers,)
@@ -52,9 +52,9 @@ class TrainingInputs:
 
 
 class TaskBackward(GradientComputation):
-    """Computes the gradients of a step's examples, or of the share of the process with this rank.
+    """Computes the gradients of a step's examples, or of the part of the process with this rank.
 
-    The model is on its device, in training mode. `loss_scale` multiplies all gradients, if it is set.
+    The model is on its device, in training mode. `loss_scale`, if set, multiplies all gradients.
     """
 
     model: TaskModel
@@ -69,14 +69,14 @@ class TaskBackward(GradientComputation):
         self.batch: TrainingInputs | None = None
 
     def load(self, batch: StepBatch, step: int) -> None:
-        """Copies this process' share to the device; a small batch may have none."""
+        """Copies this process's part to the device; for a small batch, it may be empty."""
         self.batch = None
         if self._rank < len(batch.parts):
             self.batch = TrainingInputs.of(batch.parts[self._rank], batch.seed, step, self._device)
         seed_generator(self._device, batch.seed, self._rank, step)
 
     def run(self) -> list[dict[str, Tensor]]:
-        """Adds the gradients; returns the total of the loss. Never synchronizes with the host."""
+        """Accumulates gradients; returns the summed loss. Never synchronizes with the host."""
         batch = self.batch
         if batch is None:
             for parameter in self.model.parameters():
@@ -96,7 +96,7 @@ class TaskBackward(GradientComputation):
 
 @dataclass(frozen=True)
 class FinetuningWork(Work):
-    """Everything that determines the steps of a fine-tuning except the values of the parameters."""
+    """Everything that determines the steps of a fine-tuning, except parameter values."""
 
     shape: ModelConfig
     config: FinetuneSection
@@ -124,7 +124,7 @@ class FinetuningWork(Work):
 
 
 class FinetuneStep:
-    """Trains a model on one batch per call; each batch shape has its own CUDA graph.
+    """Trains a model on one batch per call, with one CUDA graph per batch shape.
 
     The model is on its device, in training mode. On a CPU, several processes may share each batch.
     """
@@ -145,14 +145,14 @@ class FinetuneStep:
         self._static_batches: dict[tuple[torch.Size, bool], TrainingInputs] = {}
 
     def __call__(self, batch: StepBatch, step: int, lr_scale: float) -> tuple[Tensor, Tensor]:
-        """Takes step number `step` (from 0) at `lr_scale` times the peak rate; returns loss and gradient norm."""
+        """Takes step `step` (from 0) at `lr_scale` times the peak learning rate; returns loss and gradient norm."""
         if self._processes is not None:
             self._processes.start(batch, step, lr_scale)
         self._backward.load(batch, step)
         self.optimizer.set_step_scalars(lr_scale)
         with self._graphs.on_stream():
             loss, norm = self._graphs.run(self.run, step, self._use_static_batch())
-            # The next replay, of any graph, may overwrite the graph's own tensors.
+            # The next replay of any graph may overwrite the output tensors of this graph.
             loss = loss.clone()
             norm = norm.clone()
         self._graphs.join()
@@ -161,7 +161,7 @@ class FinetuneStep:
     def _use_static_batch(self) -> tuple[torch.Size, bool] | None:
         """Copies the batch into the static batch of its graph; returns the graph's key.
 
-        It is the batch's shape, and whether it has a teacher's answers.
+        The key has the shape of the batch and whether it has a teacher's answers.
         """
         batch = self._backward.batch
         if not self._graphs.captures_graphs or batch is None:
@@ -174,17 +174,17 @@ class FinetuneStep:
         return shape
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Runs forward, backward and update on the loaded batch: everything that a graph captures."""
+        """Runs forward pass, backward pass and update on the loaded batch. A graph captures all of this."""
         if self._processes is None:
             self.optimizer.zero_grad()
             totals = self._backward.run()
             norm = self._update()
         else:
             totals, norm = self._processes.run()
-        return sum((each["loss"] for each in totals), torch.zeros((), device=norm.device)), norm
+        return sum((total["loss"] for total in totals), torch.zeros((), device=norm.device)), norm
 
     def _update(self) -> Tensor:
-        """Clips and updates; returns the gradient norm, 0 if fp16's gradients have overflowed and nothing changes."""
+        """Clips and updates; returns the gradient norm, or 0 if fp16 gradients overflow and the update is skipped."""
         if self.scaler is None:
             return self.optimizer.step()
         gradients = list(self.optimizer.gradients().values())
@@ -201,13 +201,13 @@ class FinetuneStep:
             self.scaler.reset()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the tensors of optimizer and loss scaler for a checkpoint by name; not copied."""
+        """Returns the tensors of optimizer and loss scaler by name, for a checkpoint; does not copy them."""
         return self.optimizer.state_dict() | ({} if self.scaler is None else self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores a state of `state_dict`, also of another precision. Raises ValueError if it is of another model."""
-        own, scaling = split_state(state)
-        self.optimizer.load_state_dict(own)
+        """Restores a `state_dict`, which may be of another precision. Raises ValueError for another model's."""
+        optimizer_state, scaling = split_state(state)
+        self.optimizer.load_state_dict(optimizer_state)
         for name, tensor in ({} if self.scaler is None else self.scaler.state_dict()).items():
             tensor.copy_(scaling.get(name, tensor))
 
