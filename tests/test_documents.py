@@ -186,7 +186,7 @@ def updated(lines, printed):
 
 
 def check_outputs(script, output):
-    """Compares the outputs on a page with what its script printed, or writes that into the page."""
+    """Compares the outputs on a page with the script's output, or writes that into the page."""
     texts = output.split(f"{END_OF_BLOCK}\n") if script.language == "python" else [output]
     for block, text in reversed(list(zip(script.outputs, texts, strict=False))):
         lines = textwrap.dedent(block[4]).splitlines()
@@ -200,7 +200,7 @@ def check_outputs(script, output):
             assert is_printed, f"{name_of(script.page)}: not printed: {line}\n{text[-8000:]}"
 
 
-# Stand-ins for other programs and for what needs other machines.
+# Stand-ins for other programs and for programs that need other machines.
 PROGRAMS = {
     # checks that the packages are installed
     "pip": """#!{python}
@@ -284,7 +284,7 @@ def inputs(request):
 
 
 def execute(command, folder, variables):
-    """The exit code of a command, and what it has written."""
+    """Returns the exit code of a command, and its output."""
     with (folder / "output").open("w+") as output:
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         process = subprocess.Popen(command, cwd=folder, env=variables, process_group=0, **streams)

@@ -1,4 +1,4 @@
-"""The files of examples/ run: those for clusters with fakes of what a cluster has, the others on small data.
+"""The files of examples/ run: cluster scripts with fake cluster commands, the others on small data.
 
 All are short, in the table of examples/README.md, and run here.
 """
@@ -36,7 +36,7 @@ from electra_fast.huggingface.onnx import write_onnx
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".ipynb", ".py", ".sh", ".yaml"))
-# In place of a command: appends its arguments and environment to a file of its name, and exits as told.
+# A fake command: appends its arguments and environment to a file of its name, and exits with the code in a variable.
 FAKE = """#!{python}
 import json, os, pathlib, sys
 own = pathlib.Path(sys.argv[0])
@@ -49,7 +49,7 @@ ARGUMENTS = ["/a corpus", "/a run", *PRETRAIN[4:]]
 
 
 class Cluster:
-    """A PATH with fake commands, and what they were called with."""
+    """A PATH with fake commands, and a record of their calls."""
 
     def __init__(self, folder, *commands):
         self._folder = folder
@@ -65,7 +65,7 @@ class Cluster:
         return started.returncode
 
     def arguments(self, name):
-        """Of the last call; None if there was none."""
+        """Returns the arguments of the last call, or None."""
         return self.calls(name)[-1][0] if self.calls(name) else None
 
     def environment(self, name):
@@ -84,13 +84,13 @@ def assert_command_line_is_valid(arguments):
 
 
 def torchrun_options(arguments):
-    """What torchrun of the installed torch makes of its arguments."""
+    """Returns arguments as parsed by the installed torch's torchrun."""
     from torch.distributed.run import get_args_parser
 
     return get_args_parser().parse_args(arguments)
 
 
-# An srun whose time limit is near: its script gets a signal, and ends it.
+# An srun near its time limit: its script receives a signal and ends it.
 WARNED = """#!/bin/bash
 trap 'exit {code}' TERM
 kill -USR1 $PPID
@@ -136,7 +136,7 @@ def test_sbatch_options_precede_first_command():
 NODES = {
     "one node": ({}, ("1", "gpu", "localhost:0")),
     "several": ({"NUM_NODES": "2", "RDZV_ENDPOINT": "node1:29400"}, ("2", "gpu", "node1:29400")),
-    "so many ranks": ({"RANKS_PER_NODE": "3"}, ("1", "3", "localhost:0")),
+    "three ranks": ({"RANKS_PER_NODE": "3"}, ("1", "3", "localhost:0")),
 }
 
 
@@ -183,12 +183,12 @@ def test_pod_starts_torchrun(kubernetes, tmp_path, index, is_host):
 
 @pytest.fixture(scope="module")
 def run_script(tmp_path_factory):
-    """A function that runs an example in this process, in a folder of its own, and returns what it printed."""
+    """Returns a function that runs an example in this process, in a new folder, and returns its output."""
 
     def run(name, *arguments):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
             patch.chdir(tmp_path_factory.mktemp(Path(name).stem))
-            patch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)  # what is learned does not matter here
+            patch.setattr("electra_fast.finetuning.config.MIN_STEPS", 20)  # quality does not matter here
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return output.getvalue()
@@ -206,7 +206,7 @@ def labeled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_language(tmp_path_factory, run_script, tiny_text, labeled):
-    """The folder that own_language.py leaves, and what it printed."""
+    """The folder that own_language.py writes, and its output."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "texts.txt").write_text("\n\n".join(tiny_text))
     return folder / "work", run_script("own_language.py", folder / "texts.txt", labeled, folder / "work", "tiny", 8)

@@ -11,7 +11,7 @@ READERS = Path(__file__).parent / "support/fuzz_readers.py"
 
 
 def test_mutated_files_are_read_or_refused_in_one_line(tmp_path):
-    # A process of its own: cases are forks, and this one may have threads.
+    # Runs in a separate process, because cases are forks and this process may have threads.
     command = [sys.executable, str(READERS), "--cases", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

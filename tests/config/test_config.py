@@ -1,4 +1,4 @@
-"""Presets against the paper's table, TOML there and back, and what every mistake says."""
+"""Presets compared with the paper's table, TOML round trips, and the message for every error."""
 
 import itertools
 import random
@@ -42,8 +42,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     model = config.model
     small = config.generator_shape()
     sizes, generator, training = TABLE[name]
-    found = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.embedding_size)
-    assert found == sizes
+    actual = (model.num_layers, model.hidden_size, model.intermediate_size, model.num_heads, model.embedding_size)
+    assert actual == sizes
     assert (small.hidden_size, small.intermediate_size, small.num_heads) == generator
     assert (small.num_layers, small.embedding_size) == (model.num_layers, model.embedding_size)
     train = config.train
@@ -54,8 +54,8 @@ def test_presets_have_the_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_modern_encoders_cost_what_the_published_ones_do(name: str) -> None:
-    """GeGLU's width makes up for its third matrix, and every matrix of discriminator and generator has whole tiles."""
+def test_modern_presets_have_published_flops(name: str) -> None:
+    """GeGLU's width compensates for its third matrix, and all widths are multiples of the kernels' tiles."""
     google = Config.preset(name, "google")
     modern = Config.preset(name, "modern")
     costs = [flops_per_token(config.with_objective("mlm"), of_all_tokens=True).generator for config in (google, modern)]
@@ -77,7 +77,7 @@ def test_mini_is_a_third_of_small(recipe: str) -> None:
     assert 20e6 < mini.train.steps * 4096 < 21e6  # an hour or two on two cores
 
 
-def test_recipes_differ_where_the_sources_do() -> None:
+def test_differences_of_recipes() -> None:
     paper = Config.preset("large", "paper")
     google = Config.preset("large", "google")
     assert (paper.data.mask_prob, google.data.mask_prob) == (0.15, 0.25)
@@ -102,14 +102,14 @@ def random_text(rng: random.Random) -> str:
 
 
 def random_value(rng: random.Random, configuration: type[Configuration], name: str) -> object:
-    """A value that a key's declaration allows."""
+    """Returns a value within a key's declared range."""
     default = configuration().value(name)
     bounds = configuration._fields()[name].metadata
     low = max(-1e9, bounds["low"])
     high = min(1e9, bounds["high"])
     if bounds["takes_several"]:
         names = [random_text(rng) for _ in range(rng.randint(1, 3))]
-        return rng.choice([names[0], names, {each: rng.choice([3, 1e-7, 1e22, 0.1]) for each in names}])
+        return rng.choice([names[0], names, {corpus: rng.choice([3, 1e-7, 1e22, 0.1]) for corpus in names}])
     if isinstance(default, bool):
         return rng.random() < 0.5
     if isinstance(default, int) or bounds["or_auto"]:
@@ -120,38 +120,38 @@ def random_value(rng: random.Random, configuration: type[Configuration], name: s
 
 
 @pytest.mark.parametrize("configuration", [Config, FinetuningConfig])
-def test_any_value_of_any_key_comes_back_from_the_toml(configuration: type[Configuration]) -> None:
+def test_toml_round_trip_of_any_value(configuration: type[Configuration]) -> None:
     rng = random.Random(13)
     changed = set()
     for name in configuration.key_names() * 12:
         value = random_value(rng, configuration, name)
         try:
             config = configuration().override({name: value})
-        except ValueError:  # no such choice, or other keys have to change with it
+        except ValueError:  # an invalid choice, or a choice that requires other keys to change
             continue
-        found = configuration()._replace(configuration.values_of_file(tomllib.loads(config.to_toml())))
-        assert found == config and found.value(name) == value and type(found.value(name)) is type(value)
-        changed |= found.differences(configuration()).keys()
+        parsed = configuration()._replace(configuration.values_of_file(tomllib.loads(config.to_toml())))
+        assert parsed == config and parsed.value(name) == value and type(parsed.value(name)) is type(value)
+        changed |= parsed.differences(configuration()).keys()
     assert len(changed) > 0.6 * len(configuration.key_names())
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "value"),
+    ("name", "text", "value"),
     [
-        *(("train.steps", given, 100_000) for given in ("1e5", "100k", "100K", "1_00_000", "0.1M", 100_000, 1e5)),
-        *(("data.cache_bytes", given, 2 * 10**11) for given in ("200GB", "200gb", "200 GB", "200G", "2e11", "0.2TB")),
-        *(("data.cache_bytes", given, 2**34) for given in ("16GiB", "16384MiB", f"{2**34}B")),
-        *(("train.max_minutes", given, 240.0) for given in ("4h", "240m", "240 min", "240", 240, "3h60m", "14400s")),
-        *(("train.timeout_seconds", given, 600) for given in ("10m", "600s", "600", "1e1m")),
-        *(("optimizer.learning_rate", given, 1 / 2**11) for given in ("1/2048", 1 / 2**11, f"{1 / 2**11}")),
-        *(("objective.disallow_correct", given, True) for given in (True, "true", "True")),
+        *(("train.steps", text, 100_000) for text in ("1e5", "100k", "100K", "1_00_000", "0.1M", 100_000, 1e5)),
+        *(("data.cache_bytes", text, 2 * 10**11) for text in ("200GB", "200gb", "200 GB", "200G", "2e11", "0.2TB")),
+        *(("data.cache_bytes", text, 2**34) for text in ("16GiB", "16384MiB", f"{2**34}B")),
+        *(("train.max_minutes", text, 240.0) for text in ("4h", "240m", "240 min", "240", 240, "3h60m", "14400s")),
+        *(("train.timeout_seconds", text, 600) for text in ("10m", "600s", "600", "1e1m")),
+        *(("optimizer.learning_rate", text, 1 / 2**11) for text in ("1/2048", 1 / 2**11, f"{1 / 2**11}")),
+        *(("objective.disallow_correct", text, True) for text in (True, "true", "True")),
         ("optimizer.warmup_steps", "-1", -1),
         *(("train.accumulate", str(value), value) for value in ("auto", 4)),
         ("data.corpus", {"a": 1, "b": 0.5}, {"a": 1, "b": 0.5}),
     ],
 )
-def test_units_and_typed_values(name: str, given: object, value: object) -> None:
-    for config in (Config().override({name: given}), Config.of_table(as_table({name: given}))):
+def test_units_and_typed_values(name: str, text: object, value: object) -> None:
+    for config in (Config().override({name: text}), Config.of_table(as_table({name: text}))):
         assert config.value(name) == value and type(config.value(name)) is type(value)
 
 
@@ -172,7 +172,7 @@ def test_keys_have_names_without_a_section() -> None:
     assert "peak learning rate" in (OptimizerConfig.__doc__ or "")  # in `help(config.optimizer)`
 
 
-def test_every_key_is_in_the_toml_with_its_meaning() -> None:
+def test_toml_describes_every_key() -> None:
     text = Config().to_toml()
     for name in Config.key_names():
         key = name.partition(".")[2]
@@ -187,7 +187,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_lies_over_its_preset_and_overrides_over_the_file(tmp_path: Path) -> None:
+def test_precedence_of_preset_file_and_overrides(tmp_path: Path) -> None:
     path = write(
         tmp_path, 'preset = "base"\nrecipe = "paper"\n[train]\nsteps = 5\nseed = 3\n[optimizer]\nclip_norm = 2\n'
     )
@@ -207,21 +207,23 @@ def of_command_line(*words: object) -> Config:
 
 @pytest.mark.parametrize("preset", [None, *SIZES])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
-def test_a_preset_and_a_recipe_mean_the_same_everywhere(preset: str | None, recipe: str | None, tmp_path: Path) -> None:
-    """In Python, in a file and on the command line; what is left out is small and modern."""
-    given = {name: value for name, value in (("preset", preset), ("recipe", recipe)) if value}
+def test_preset_and_recipe_in_python_file_and_command_line(
+    preset: str | None, recipe: str | None, tmp_path: Path
+) -> None:
+    """The result is the same in Python, in a file and on the command line; the defaults are small and modern."""
+    names = {name: value for name, value in (("preset", preset), ("recipe", recipe)) if value}
     config = Config.preset(preset or "small", recipe or "modern")
-    path = write(tmp_path, "".join(f'{name} = "{value}"\n' for name, value in given.items()))
-    flags = (word for name, value in given.items() for word in (f"--{name}", value))
+    path = write(tmp_path, "".join(f'{name} = "{value}"\n' for name, value in names.items()))
+    flags = (word for name, value in names.items() for word in (f"--{name}", value))
     assert config == Config.load(path) == of_command_line("--config", path) == of_command_line(*flags)
     chosen = (config.model.architecture, config.data.packing)
-    assert given or (config == Config() and chosen == ("modernbert", "best-fit"))
+    assert names or (config == Config() and chosen == ("modernbert", "best-fit"))
 
 
 @pytest.mark.parametrize("preset", SIZES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: Path) -> None:
-    """Also if the file is older than keys whose default changes what a run does."""
+def test_saved_configuration_keeps_its_meaning(preset: str, recipe: str, tmp_path: Path) -> None:
+    """Also tests files from before keys whose default changes the run."""
     config = Config.preset(preset, recipe)
     older = config.override(YOUNGER_KEYS)
     tables = tomllib.loads(config.to_toml())
@@ -233,15 +235,13 @@ def test_what_a_run_saved_means_what_it_did(preset: str, recipe: str, tmp_path: 
     set_by_presets = {*itertools.chain(*SIZES.values(), *RECIPES.values(), *SIZE_RECIPES.values())}
     values = {name: config.value(name) for name in set_by_presets - YOUNGER_KEYS.keys()}
     assert Config.of_table(as_table(values)) == older
-    assert Config.of_table({}, values).objective.corrective_weight == 1  # of the command line, not of a file
-    assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not of a run
+    assert Config.of_table({}, values).objective.corrective_weight == 1  # from the command line, not from a file
+    assert Config.of_table({"optimizer": tables["optimizer"]}).objective == ObjectiveConfig()  # not saved by a run
 
 
 @pytest.mark.parametrize("name", OBJECTIVE_SPECS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
-    recipe: str, name: str, tmp_path: Path
-) -> None:
+def test_objective_sets_required_keys_unless_set(recipe: str, name: str, tmp_path: Path) -> None:
     config = Config.preset("mini", recipe, name)
     plain = Config.preset("mini", recipe)
     needs = OBJECTIVE_SPECS[name].needs
@@ -260,16 +260,16 @@ def test_an_objective_brings_what_it_needs_and_takes_nothing_that_is_set(
 
 @pytest.mark.parametrize("changes", [{}, {"train.steps": 7}, {"data.corpus": {"a b": 1.0}, **BASE_KEYS}])
 @pytest.mark.parametrize("objective", ["electra", "mlm"])
-def test_the_repr_names_preset_recipe_and_changes(changes: dict[str, object], objective: str) -> None:
-    """And makes the configuration again, on one line or on several."""
+def test_repr_has_preset_recipe_and_changes(changes: dict[str, object], objective: str) -> None:
+    """Evaluating it restores the configuration, from one line or several."""
     config = Config.preset("mini", "google", objective).override(changes)
-    own = "" if objective == "electra" else ", 'mlm'"
-    assert repr(config).startswith(f"Config.preset('mini', 'google'{own})")
+    argument = "" if objective == "electra" else ", 'mlm'"
+    assert repr(config).startswith(f"Config.preset('mini', 'google'{argument})")
     assert eval(repr(config)) == config and all(f"{key!r}: " in repr(config) for key in changes)
     assert max(map(len, repr(config).splitlines())) <= 110
 
 
-def test_differences_name_the_keys() -> None:
+def test_differences() -> None:
     config = Config()
     assert config.differences(config) == {}
     other = config.override({"train.steps": "7", "model.dropout": "0.1"})
@@ -318,7 +318,7 @@ def test_differences_name_the_keys() -> None:
         ("[train\nsteps = 1", "Expected ']' at the end of a table declaration"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+def test_error_in_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Config.load(path)
@@ -354,13 +354,13 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path: Path, text: str
         ({"optimizer.bias_correction": "1"}, "optimizer.bias_correction = '1': must be true or false"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_that_names_it(overrides: dict[str, object], message: str) -> None:
+def test_error_on_command_line_is_one_line(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Config().override(overrides)
 
 
 @pytest.mark.parametrize(("name", "default"), [("train.capture_collectives", "false"), ("train.skip_spikes", "0")])
-def test_a_removed_key_is_read_if_it_has_its_default(tmp_path: Path, name: str, default: str) -> None:
+def test_removed_key_is_accepted_at_its_default(tmp_path: Path, name: str, default: str) -> None:
     section, _, key = name.partition(".")
     for value, refused in ((default, False), ("true", True), ("3", True)):
         path = write(tmp_path, Config().to_toml().replace(f"[{section}]", f"[{section}]\n{key} = {value}"))
@@ -374,7 +374,7 @@ def test_a_removed_key_is_read_if_it_has_its_default(tmp_path: Path, name: str, 
             Config().override({name: value})
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none.toml: no such configuration file"):
         Config.load(tmp_path / "none.toml")
     path = tmp_path / "latin.toml"
@@ -383,5 +383,5 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         Config.load(path)
 
 
-def test_mlm_needs_no_generator_of_whole_heads() -> None:
+def test_mlm_accepts_fractional_generator_heads() -> None:
     Config().override({"objective.name": "mlm", "generator.fraction": 0.3})

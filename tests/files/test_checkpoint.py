@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, and what doesn't fit is named."""
+"""Checkpoints are complete or absent, and mismatches are reported."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def test_round_trip(tmp_path):
     assert checkpoint_folder.read_state(directory) == TrainState(step=12)
 
 
-def test_the_state_survives(tmp_path):
+def test_state_round_trip(tmp_path):
     window = LogWindow({"generator_loss": 0.1 + 0.2, "tokens": 7.0}, steps=3, seconds=1.25)
     state = TrainState(5, 99, 2.5, window, corpus="ab", loader={"epoch": 1}, imported=True, token_type_1_trained=True)
     state.best_step = 4
@@ -54,7 +54,7 @@ def test_the_state_survives(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
+def test_permissions_follow_umask(tmp_path, umask, mode):
     path = tmp_path / "model.safetensors"
     before = os.umask(umask)
     try:
@@ -65,7 +65,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     assert torch.equal(load_file(path)["x"], torch.ones(3))
 
 
-def test_a_lost_configuration_is_named(tmp_path):
+def test_missing_configuration_is_reported(tmp_path):
     directory = save(tmp_path, 3)
     with pytest.raises(FileNotFoundError, match=r"config\.toml: missing; restore it from .*step-3/config\.toml$"):
         checkpoint_folder.require_config(tmp_path)
@@ -80,7 +80,7 @@ def test_shared_parameters_are_stored_once(tmp_path):
     assert "generator_embeddings.token" in stored and "embeddings.token" not in stored
 
 
-def test_keeps_the_best_beside_the_newest(tmp_path):
+def test_best_checkpoint_is_kept_with_newest(tmp_path):
     for step in (1, 9, 10, 100):
         save(tmp_path / "several", step, keep=3)
     assert checkpoint_folder.steps(tmp_path / "several") == [9, 10, 100]
@@ -89,7 +89,7 @@ def test_keeps_the_best_beside_the_newest(tmp_path):
         assert checkpoint_folder.steps(tmp_path) == sorted({best or step, step})
 
 
-def test_half_written_is_no_checkpoint(tmp_path):
+def test_partial_checkpoint_is_ignored(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         checkpoint_folder.latest(tmp_path)
     save(tmp_path, 1)
@@ -103,7 +103,7 @@ def test_half_written_is_no_checkpoint(tmp_path):
 
 @contextlib.contextmanager
 def full_disk(size):
-    """A limit on file size stands for the disk: the same system call fails in the same place."""
+    """Simulates a full disk with a limit on file size: the same system call fails in the same place."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -114,7 +114,7 @@ def full_disk(size):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
+def test_full_disk_keeps_earlier_checkpoints(tmp_path):
     save(tmp_path, 1)
     size = (tmp_path / "checkpoints" / "step-1" / "model.safetensors").stat().st_size
     with full_disk(size // 2), pytest.raises(OSError, match="checkpoint not written.*earlier ones are intact"):
@@ -122,7 +122,7 @@ def test_full_disk_leaves_the_earlier_checkpoints(tmp_path):
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 
 
-def test_another_shape_is_named(tmp_path):
+def test_shape_mismatch_is_reported(tmp_path):
     directory = save(tmp_path, 1)
     with pytest.raises(ValueError, match=r"discriminator\..*the shape \[.* needs \[.*another model"):
         checkpoint.load_parameters(make_model(**{"model.hidden_size": "128"}), directory)
@@ -132,7 +132,7 @@ def test_another_shape_is_named(tmp_path):
         checkpoint.load_parameters(make_model(**{"model.num_layers": "1"}), directory)
 
 
-def test_what_is_no_checkpoint_of_this_model_is_named(tmp_path):
+def test_checkpoint_of_another_model_is_reported(tmp_path):
     directory = save(tmp_path, 1)
     weights = directory / "model.safetensors"
     whole = weights.read_bytes()
@@ -145,7 +145,7 @@ def test_what_is_no_checkpoint_of_this_model_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.toml", "model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_flipped_bit_is_noticed(tmp_path, name):
+def test_flipped_bit_is_detected(tmp_path, name):
     directory = save(tmp_path, 1)
     checkpoint_folder.verify(directory)
     path = directory / name
@@ -164,24 +164,24 @@ def test_every_flipped_bit_is_noticed(tmp_path, name):
         checkpoint_folder.verify(directory)
 
 
-def test_the_newest_intact_checkpoint_is_found_and_damaged_ones_are_set_aside(tmp_path):
+def test_recovery_uses_newest_intact_checkpoint_and_renames_damaged(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, keep=3)
     (tmp_path / "checkpoints/step-2/state.json").write_text("{")
     model = tmp_path / "checkpoints/step-3/model.safetensors"
     os.truncate(model, model.stat().st_size // 2)
-    found, warnings = checkpoint_folder.recover_run(tmp_path)
+    intact, warnings = checkpoint_folder.recover_run(tmp_path)
     assert "model.safetensors: damaged" in warnings[0] and "state.json: damaged" in warnings[1]
-    assert found.name == "step-1" and checkpoint_folder.steps(tmp_path) == [1]
+    assert intact.name == "step-1" and checkpoint_folder.steps(tmp_path) == [1]
     assert [warning.rsplit(" ", 1)[1] for warning in warnings] == ["damaged-step-3", "damaged-step-2"]
     assert (tmp_path / "checkpoints/damaged-step-3/model.safetensors").exists()
-    (found / "model.safetensors").unlink()
+    (intact / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no intact checkpoint: .*step-1/model.safetensors: missing"):
         checkpoint_folder.recover_run(tmp_path)
     assert checkpoint_folder.steps(tmp_path) == [1]
 
 
-def test_what_has_no_checksum_is_not_trusted(tmp_path):
+def test_missing_checksum_is_rejected(tmp_path):
     directory = save(tmp_path, 1)
     (directory / "notes.txt").write_text("added later")
     with pytest.raises(ValueError, match=r"notes\.txt: damaged"):
@@ -193,8 +193,8 @@ def test_what_has_no_checksum_is_not_trusted(tmp_path):
         checkpoint_folder.verify(directory)
 
 
-def test_checkpoints_after_a_step_are_set_aside_from_the_newest(tmp_path, monkeypatch):
-    """A kill in between leaves a sequence without a gap."""
+def test_later_checkpoints_are_renamed_newest_first(tmp_path, monkeypatch):
+    """A kill between two renames leaves a sequence without gaps."""
     for step in (1, 2, 3):
         save(tmp_path, step, keep=3)
     replace = os.replace
@@ -212,8 +212,8 @@ def test_checkpoints_after_a_step_are_set_aside_from_the_newest(tmp_path, monkey
     assert checkpoint_folder.steps(tmp_path) == [1, 2] and targets[0].name == "left-step-3"
 
 
-def test_a_kill_between_two_renames_loses_nothing(tmp_path):
-    """A checkpoint that is written again is away for a moment; what was there comes back."""
+def test_kill_between_renames_is_recovered(tmp_path):
+    """A checkpoint that is written again is missing for a moment; recovery restores the earlier one."""
     directory = save(tmp_path, 5)
     (tmp_path / "checkpoints/.step-5.writing").mkdir()
     directory.rename(tmp_path / "checkpoints/.step-5.replaced")
@@ -226,14 +226,14 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     assert [entry.name for entry in directory.parent.iterdir()] == ["step-5"]
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path):
+def test_symbolic_link_to_folder_is_kept(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     atomic_files.replace_folder(tmp_path / "link", lambda folder: (folder / "new").touch())
     assert (tmp_path / "link").is_symlink() and [entry.name for entry in (tmp_path / "disk").iterdir()] == ["new"]
 
 
-def test_files_folder_and_parent_are_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+def test_files_are_synced_around_the_rename(tmp_path, monkeypatch):
     events = []
     fsync = os.fsync
     replace = os.replace

@@ -1,4 +1,4 @@
-"""What a kill or a full disk leaves of a folder's beginning is no obstacle, and removing what is old is never fatal."""
+"""Leftovers of a kill or a full disk do not block a new run, and a failed removal of old files is never fatal."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ SMALL = ("--preset", "tiny", "--train.steps", 1, "--train.batch_size", 4, "--tra
 
 
 def begin(corpus, out):
-    """What `pretrain` does before it trains."""
+    """The steps of `pretrain` before it trains."""
     config = tiny_config(**{"data.corpus": str(corpus), "train.out": str(out)})
     with exclusive(out):
         return open_run(config, Mixture(config.data.corpus))
@@ -37,7 +37,7 @@ def hide(path):
     path.rename(path.with_name(f".{path.name}.writing"))
 
 
-# What is left of a new run, by removing.
+# Leftovers of a new run, each with the files to remove.
 LEFTOVERS = {
     "a lock": lambda out: [shutil.rmtree(out / "tokenizer"), (out / "config.toml").unlink()],
     "a temporary file": lambda out: [shutil.rmtree(out / "tokenizer"), hide(out / "config.toml")],
@@ -47,18 +47,18 @@ LEFTOVERS = {
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_a_run_starts_where_one_has_only_begun(new_run, validation_corpus, tmp_path, name):
+def test_run_starts_in_folder_of_unstarted_run(new_run, validation_corpus, tmp_path, name):
     out = shutil.copytree(new_run, tmp_path / "run")
     LEFTOVERS[name](out)
     assert begin(validation_corpus, out).state is None
-    found = contents(out)
+    files = contents(out)
     expected = contents(new_run)
-    assert found.pop("config.toml") == expected.pop("config.toml").replace(bytes(new_run), bytes(out))
-    assert found.items() >= expected.items()
+    assert files.pop("config.toml") == expected.pop("config.toml").replace(bytes(new_run), bytes(out))
+    assert files.items() >= expected.items()
 
 
 @pytest.mark.parametrize("name", [".notes", "tokenizer/vocab.txt", "checkpoints/x"])
-def test_what_is_somebodys_is_refused_and_kept(validation_corpus, tmp_path, name):
+def test_foreign_files_are_refused_and_kept(validation_corpus, tmp_path, name):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -67,8 +67,8 @@ def test_what_is_somebodys_is_refused_and_kept(validation_corpus, tmp_path, name
     assert mine.read_text() == "mine"
 
 
-def test_a_full_disk_at_any_moment_is_named_and_a_new_run_starts_afterwards(validation_corpus, tmp_path, monkeypatch):
-    """`write` and `fsync` say no path: each of them fails once, until a run gets through."""
+def test_full_disk_is_reported_and_new_run_starts_afterwards(validation_corpus, tmp_path, monkeypatch):
+    """Errors of `write` and `fsync` have no path. Each call fails once, until a run succeeds."""
     out = tmp_path / "run"
     corpus = tmp_path / "corpus"
     shutil.copytree(validation_corpus, corpus)
@@ -91,7 +91,7 @@ def test_a_full_disk_at_any_moment_is_named_and_a_new_run_starts_afterwards(vali
     assert num_refused > 3
 
 
-def test_an_import_replaces_what_a_run_has_left_of_its_beginning(whole_run, tmp_path):
+def test_import_replaces_leftovers_of_unstarted_run(whole_run, tmp_path):
     run("export", whole_run, "--out", tmp_path / "export")
     with exclusive(tmp_path / "run"):
         pass
@@ -101,7 +101,7 @@ def test_an_import_replaces_what_a_run_has_left_of_its_beginning(whole_run, tmp_
 
 @pytest.fixture
 def busy(monkeypatch):
-    """Adds paths to refuse to remove, as a network file system does while another process reads them."""
+    """Makes paths unremovable, as on a network file system while another process reads them."""
     paths = set()
     originals = {"rmtree": shutil.rmtree, "unlink": os.unlink}
 
@@ -115,7 +115,7 @@ def busy(monkeypatch):
     return paths
 
 
-def test_an_old_checkpoint_that_is_a_link_or_busy_ends_no_run(tmp_path, busy, capsys):
+def test_unremovable_old_checkpoint_does_not_end_run(tmp_path, busy, capsys):
     for step in (1, 2, 3):
         save(tmp_path / "run", step, keep=9)
     first, second = (checkpoint_folder.path_of(tmp_path / "run", step) for step in (1, 2))
@@ -133,8 +133,8 @@ def test_an_old_checkpoint_that_is_a_link_or_busy_ends_no_run(tmp_path, busy, ca
 
 
 @pytest.mark.parametrize("left", ["folder", "link"])
-def test_leftovers_that_are_busy_end_nothing(tmp_path, busy, capsys, left):
-    """Of an atomic file, of an atomic folder, and of a checkpoint that was set aside before."""
+def test_unremovable_leftovers_are_ignored(tmp_path, busy, capsys, left):
+    """Leftovers of an atomic file, of an atomic folder, and of a renamed checkpoint."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     leftovers = [tmp_path / "checkpoints" / name for name in (".step-9.writing", ".step-9.replaced", "damaged-step-2")]
