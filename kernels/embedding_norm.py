@@ -1,4 +1,4 @@
-"""Token + position + type embedding, LayerNorm and dropout in one kernel each way (Triton).
+"""Token + position + type embedding, LayerNorm and dropout in one forward and one backward kernel (Triton).
 
 Contract and reference: `embedding_norm` in `electra_fast.ops.operations`. The fp32 sum of the three rows is
 never stored; the backward pass gathers them again. The tables' gradients use no atomics:

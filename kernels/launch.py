@@ -54,7 +54,7 @@ def num_sms(device: torch.device) -> int:
 def resident_programs(device: torch.device, programs_per_sm: int) -> int:
     """Programs that run at once on a device, from the number that fits on one multiprocessor.
 
-    A kernel whose programs loop over rows and accumulate partial sums is launched with exactly that many:
-    fewer leave multiprocessors idle, slightly more start a second, nearly empty wave.
+    A kernel whose programs loop over rows and accumulate partial sums is launched with exactly this number:
+    fewer would leave multiprocessors idle, slightly more would start a second, nearly empty wave.
     """
     return num_sms(device) * programs_per_sm
