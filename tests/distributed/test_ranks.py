@@ -245,7 +245,7 @@ def test_error_reported_once(server, validation_corpus, tiny_corpus, tmp_path):
     said = server.wait(ranks, 2)
     assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
     said = server.wait(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
-    assert "needs 1, 2 or 4 ranks, not 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
+    assert "needs 1, 2 or 4 ranks, got 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
     for rank, corpus in enumerate((validation_corpus, tiny_corpus)):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "shards").symlink_to(corpus)

@@ -65,12 +65,12 @@ class Division:
         count = num_groups(train, world_size)
         if count % world_size:
             raise InputError(
-                f'train.reduce = "exact" needs 1, 2 or 4 ranks, not {world_size}; set train.reduce = "fast"'
+                f'train.reduce = "exact": needs 1, 2 or 4 ranks, got {world_size}; set train.reduce = "fast"'
             )
         if train.sharding == "full" and train.batch_size < world_size * train.num_micro_batches:
             raise InputError(
-                f'train.sharding = "full" needs a row per rank and micro-batch: train.batch_size = {train.batch_size} '
-                f"is less than {world_size} ranks times train.accumulate = {train.num_micro_batches}"
+                f"train.batch_size = {train.batch_size}: must be at least {world_size * train.num_micro_batches} with "
+                f'train.sharding = "full", a row per rank and micro-batch; raise it, or lower train.accumulate'
             )
         local = nth_part(count, rank, world_size)
         return cls(

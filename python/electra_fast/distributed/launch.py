@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from electra_fast.errors import InputError
 
-_RUN_ID = "TORCHELASTIC_RUN_ID"  # which only torchrun sets
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # only torchrun sets it
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 REMEDY = "start the ranks with torchrun, or set WORLD_SIZE=1 to train on one device"
 
@@ -35,7 +35,7 @@ class Launch:
     launcher: str = ""
     """"torchrun", "env" if something else set the variables, or empty for a plain start."""
     attempt: int = 0
-    """How often torchrun has restarted the ranks of this node; may differ between nodes."""
+    """Number of times that torchrun has restarted the ranks of this node; may differ between nodes."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:

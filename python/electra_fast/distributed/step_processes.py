@@ -37,7 +37,7 @@ from electra_fast.messages import say
 from electra_fast.model.compute import ComputeConfig, use_compute
 from electra_fast.optimizers.optimizer import Optimizer, global_norm
 
-# Each worker process takes some 300 MB and a copy of the gradients.
+# Each worker process needs about 300 MB and a copy of the gradients.
 MAX_PROCESSES = 8
 # Seconds without an answer before a worker is reported: a suspended one, and any other.
 _SUSPENDED_SECONDS = 3

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Gloo's timeout as a multiple of the watchdog's, whose report is more helpful.
+# Gloo's timeout as a multiple of the watchdog's, so that the watchdog, whose report is more helpful, acts first.
 _PATIENCE = 2
 # Longest wait for the rendezvous.
 _MEETING_SECONDS = 300.0
 # Timeout of a connection to a store that may belong to an earlier attempt.
 _TRY_SECONDS = 5.0
-# Length of a turn of a long wait, shorter than any timeout of the watchdog.
+# Long waits consist of waits of this length, shorter than any timeout of the watchdog.
 _TURN_SECONDS = 0.5
 # Key in torchrun's store of the address of the first rank's store.
 _KEY = "electra-fast"
@@ -97,7 +97,7 @@ def _connect(address: str, port: int, seconds: float) -> TCPStore:
 class World:
     """One rank of a run; the only one unless created by `join`.
 
-    `node_ranks` are the ranks of this machine, including this one; empty unless all machines have equally many.
+    `node_ranks` are the ranks of this machine, including this one; empty unless all machines have the same number.
     `wait_seconds` is the time that the host has waited for other ranks or the device.
     """
 
@@ -160,7 +160,7 @@ class World:
         return rendezvous
 
     def _find_node_ranks(self) -> None:
-        """Creates a group of the ranks of each machine, if all machines have equally many."""
+        """Creates a group of the ranks of each machine, if all machines have the same number."""
         hosts = self.all_gather_object(socket.gethostname())
         machines = [[rank for rank, host in enumerate(hosts) if host == machine] for machine in dict.fromkeys(hosts)]
         if len({len(ranks) for ranks in machines}) > 1:

@@ -260,7 +260,7 @@ class LastingWarning:
         self._steps = 0
 
     def take(self, metrics: Mapping[str, Number], num_steps: int, first_step: int) -> str | None:
-        """Returns the warning to print after a log window of `num_steps` steps, or None. None before `first_step`."""
+        """Returns the warning to print after a log window of `num_steps` steps; None before `first_step`."""
         step = int(metrics["step"] or 0)
         message = warning(metrics) if step - num_steps >= first_step else None
         self._windows, self._steps = (self._windows + 1, self._steps + num_steps) if message else (0, 0)

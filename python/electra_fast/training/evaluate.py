@@ -145,7 +145,7 @@ def _evaluate_uncorrupted(
 ) -> dict[str, Number]:
     """Evaluates with replacements from the model's generator; all metrics are None if it has none."""
     if "discriminator" in model.networks and "generator" not in model.networks and model.proposal is None:
-        say(f"note: {source}: only a discriminator; all metrics but unigram_auc need its generator")
+        say(f"note: {source}: has only a discriminator; all metrics except unigram_auc need a generator")
         return dict.fromkeys(METRICS)
     if model.proposal is not None and not model.proposal.has_counts:
         model.proposal.set_counts(torch.from_numpy(mixture.token_counts()))

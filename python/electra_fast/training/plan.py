@@ -351,7 +351,7 @@ def _min_tokens(preset: str) -> int:
 def dry_run(config: Config, corpus: Corpora | None, device: str) -> Iterator[str]:
     """Yields the resolved configuration, the plan, and rows of the first batch as text."""
     if not (corpus or config.data.corpus):
-        raise InputError("pretrain --dry-run needs a corpus (electra-fast pretrain CORPUS)")
+        raise InputError("the corpus is missing; pass it: electra-fast pretrain CORPUS --dry-run")
     result = plan(corpus, config=config, device=device)
     yield from (*result.config.rstrip().split("\n"), "")
     yield from result.lines()
