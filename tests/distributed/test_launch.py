@@ -63,5 +63,5 @@ BAD = {
 def test_invalid_environment_refused(environment, message):
     with pytest.raises(InputError, match=f"^{message}") as error:
         Launch.from_environment(environment)
-    said = str(error.value)
-    assert "\n" not in said and any(remedy in said for remedy in ("start the ranks with", "set ")), said
+    text = str(error.value)
+    assert "\n" not in text and any(remedy in text for remedy in ("start the ranks with", "set ")), text

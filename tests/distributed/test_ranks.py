@@ -97,10 +97,10 @@ def test_exact_is_bitwise_equal_with_muon(server, validation_corpus, tmp_path, o
 
 def test_killed_rank_ends_others_without_loss(server, exact_run, validation_corpus, tmp_path):
     ranks = server.start(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "kill@11/0"}, **EXACT)
-    said = server.wait(ranks, [-signal.SIGKILL, 2])
-    assert "rank 1: lost another rank" in said[1] and "Traceback" not in said[1]
-    said = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
-    assert "resumes at step" in said[0]
+    outputs = server.wait(ranks, [-signal.SIGKILL, 2])
+    assert "rank 1: lost another rank" in outputs[1] and "Traceback" not in outputs[1]
+    outputs = server.run(2, validation_corpus, tmp_path / "run", **EXACT)
+    assert "resumes at step" in outputs[0]
     assert_equal_bits(tmp_path / "run", exact_run)
 
 
@@ -127,8 +127,8 @@ def test_lanes_independent_of_number_of_ranks(server, tiny_text, tiny_vocab, tmp
     server.run(2, tmp_path / "shards", tmp_path / "run", **changes)  # the run's lanes
     assert_equal_bits(tmp_path / "run", tmp_path / "one")
     ranks = server.start(1, tmp_path / "shards", tmp_path / "run", **changes, **{"data.lanes": "2"})
-    said = server.wait(ranks, 2)
-    assert "data.lanes = 2, but this run was started with 4" in said[0]
+    outputs = server.wait(ranks, 2)
+    assert "data.lanes = 2, but this run was started with 4" in outputs[0]
 
 
 @pytest.mark.slow
@@ -137,9 +137,9 @@ def test_signal_to_one_rank_stops_all_at_same_step(server, exact_run, validation
     ranks = server.start(2, validation_corpus, out, {"ELECTRA_FAST_FAULT": "sleep:0.05@0/0"}, **EXACT)
     wait_for(lambda: out.exists() and checkpoint_folder.steps(out))
     ranks[1].kill(signal.SIGUSR2)
-    said = server.wait(ranks, 128 + signal.SIGUSR2)
-    assert "checkpoint written; run again to resume" in said[0] and "Traceback" not in said[0] + said[1]
-    assert said[1] == "stopping after this step; repeat to stop at once\n"
+    outputs = server.wait(ranks, 128 + signal.SIGUSR2)
+    assert "checkpoint written; run again to resume" in outputs[0] and "Traceback" not in outputs[0] + outputs[1]
+    assert outputs[1] == "stopping after this step; repeat to stop at once\n"
     assert 0 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
     assert_equal_bits(out, exact_run)
@@ -150,8 +150,8 @@ def test_time_limit_stops_all_ranks(server, exact_run, validation_corpus, tmp_pa
     out = tmp_path / "run"
     slow = {"ELECTRA_FAST_FAULT": "sleep:1@2/1"}
     ranks = server.start(2, validation_corpus, out, slow, **EXACT, **{"train.max_minutes": "0.15"})
-    said = server.wait(ranks, 75)
-    assert "reached train.max_minutes = 0.15: checkpoint written at step" in said[0]
+    outputs = server.wait(ranks, 75)
+    assert "reached train.max_minutes = 0.15: checkpoint written at step" in outputs[0]
     assert 2 < checkpoint_folder.steps(out)[-1] < STEPS
     server.run(2, validation_corpus, out, **EXACT)
     assert_equal_bits(out, exact_run)
@@ -171,8 +171,8 @@ EXPLODES = {"optimizer.learning_rate": "5", "train.checkpoint_every": "1", "trai
 )
 def test_all_ranks_end_diverged_run(server, validation_corpus, tmp_path, world_size, fault, changes, words):
     faults = {"ELECTRA_FAST_FAULT": fault} if fault else {}
-    said = server.wait(server.start(world_size, validation_corpus, tmp_path / "run", faults, **changes), 2)
-    assert re.search(words, said[0]) and set(said[1:]) == {""}
+    outputs = server.wait(server.start(world_size, validation_corpus, tmp_path / "run", faults, **changes), 2)
+    assert re.search(words, outputs[0]) and set(outputs[1:]) == {""}
     assert checkpoint_folder.steps(tmp_path / "run")[-1] <= 3
 
 
@@ -201,20 +201,20 @@ def test_majority_vote_names_divergent_rank():
 def test_hung_rank_ends_all_with_stacks(server, validation_corpus, tmp_path):
     fault = {"ELECTRA_FAST_FAULT": "hang@5/1"}
     ranks = server.start(2, validation_corpus, tmp_path / "run", fault, **{"train.timeout_seconds": "3"})
-    said = server.wait(ranks, 2)
+    outputs = server.wait(ranks, 2)
     stacks = [(tmp_path / f"run/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
-    assert "rank 0: waited more than 3 s for" in said[0] and "rank-0.txt" in said[0]
-    assert "rank 1: another rank waited too long for this one" in said[1]
+    assert "rank 0: waited more than 3 s for" in outputs[0] and "rank-0.txt" in outputs[0]
+    assert "rank 1: another rank waited too long for this one" in outputs[1]
     assert "in all_gather" in stacks[0] and "in inject" in stacks[1]
 
 
 @pytest.mark.slow
 def test_slowest_rank_in_every_line(server, validation_corpus, tmp_path):
-    said = server.run(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:0.1@4/1"})
+    outputs = server.run(2, validation_corpus, tmp_path / "run", {"ELECTRA_FAST_FAULT": "sleep:0.1@4/1"})
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["slowest_rank"] for record in records[1:]] == [1] * 5
     assert all(0.1 < record["slowest_rank_seconds"] < 1 for record in records[1:])
-    assert "slowest rank 1: 0." in said[0]
+    assert "slowest rank 1: 0." in outputs[0]
 
 
 @pytest.mark.slow
@@ -242,19 +242,19 @@ def test_slow_checkpoint_does_not_time_out(server, validation_corpus, tmp_path):
 @pytest.mark.slow
 def test_error_reported_once(server, validation_corpus, tiny_corpus, tmp_path):
     ranks = server.start(2, tmp_path / "nowhere", tmp_path / "run")
-    said = server.wait(ranks, 2)
-    assert said[0].count("\n") == 1 and "nowhere" in said[0] and said[1] == ""
-    said = server.wait(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
-    assert "needs 1, 2 or 4 ranks, got 3" in said[0] and said[1:] == ["", ""] and not (tmp_path / "none").exists()
+    outputs = server.wait(ranks, 2)
+    assert outputs[0].count("\n") == 1 and "nowhere" in outputs[0] and outputs[1] == ""
+    outputs = server.wait(server.start(3, validation_corpus, tmp_path / "none", **EXACT), 2)
+    assert "needs 1, 2 or 4 ranks, got 3" in outputs[0] and outputs[1:] == ["", ""] and not (tmp_path / "none").exists()
     for rank, corpus in enumerate((validation_corpus, tiny_corpus)):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "shards").symlink_to(corpus)
-    said = server.wait(server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"]), 2)
-    assert "not the same corpus on rank 1 as on the first" in said[1] and said[0] == ""
+    outputs = server.wait(server.start(2, "shards", tmp_path / "run", folders=[tmp_path / "0", tmp_path / "1"]), 2)
+    assert "not the same corpus on rank 1 as on the first" in outputs[1] and outputs[0] == ""
     server.run(2, validation_corpus, tmp_path / "run", **{"train.steps": "4"})
     ranks = server.start(2, validation_corpus, tmp_path / "run", **{"train.seed": "1", "train.steps": "4"})
-    said = server.wait(ranks, 2)
-    assert "train.seed = 1, but this run was started with 0" in said[0] and said[1] == ""
+    outputs = server.wait(ranks, 2)
+    assert "train.seed = 1, but this run was started with 0" in outputs[0] and outputs[1] == ""
 
 
 @pytest.mark.slow
@@ -271,6 +271,6 @@ def test_restarted_ranks_resume_and_end_with_torchrun(validation_corpus, tmp_pat
     )
     wait_for(lambda: out.exists() and [step for step in checkpoint_folder.steps(out) if step > 10])
     process.kill()
-    _, said = process.communicate(timeout=TIMEOUT)  # until the ranks end, which share its standard error
-    assert "resumes at step 9 of 5000" in said and said.count("lost another rank") <= 1
-    assert process.returncode == -signal.SIGKILL and said.count("checkpoint written; run again to resume") == 1
+    _, stderr = process.communicate(timeout=TIMEOUT)  # until the ranks end, which share its standard error
+    assert "resumes at step 9 of 5000" in stderr and stderr.count("lost another rank") <= 1
+    assert process.returncode == -signal.SIGKILL and stderr.count("checkpoint written; run again to resume") == 1

@@ -36,7 +36,7 @@ def hardware_values(folder):
     return {name: config.value(name) for name in HARDWARE_KEYS}
 
 
-def said(capsys):
+def stderr(capsys):
     return capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ class TestMeasurement:
         out = tmp_path / "run"
         other = tmp_path / "other"
         pretrain(validation_corpus, config=auto_config(), out=out)
-        err = said(capsys)
+        err = stderr(capsys)
         line = "forward and backward passes of 4 rows of 16 tokens take 0.4 s in fp32, 0.25 s in bf16"
         assert f"train.precision = auto: bf16 ({line})" in err
         line = "time of fp32 products with torch's default, relative to oneDNN: " + ", ".join(
@@ -115,7 +115,7 @@ class TestMeasurement:
         pretrain(validation_corpus, config=auto_config(), out=other)
         assert_same_run(other, out)
         assert hardware_values(other) == expected and not (other / "changes.jsonl").exists()
-        assert "auto" not in said(capsys)
+        assert "auto" not in stderr(capsys)
 
     def test_measured_run_equals_run_with_set_values(self, validation_corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bw": True, "avx512_bf16": True})
@@ -125,14 +125,14 @@ class TestMeasurement:
             noted = lambda config, name=name, result=result: calls.append((name, config)) or result(config)  # noqa: E731
             monkeypatch.setattr(hardware, name, noted)
         pretrain(validation_corpus, config=auto_config(**few), out=tmp_path / "auto")
-        assert "forward and backward passes of 4 rows of 16 tokens take" in said(capsys)
+        assert "forward and backward passes of 4 rows of 16 tokens take" in stderr(capsys)
         values = hardware_values(tmp_path / "auto")
         assert [name for name, _ in calls] == ["measure_products", "measure"]
         assert calls[1][1].train.matmul == values["train.matmul"] != AUTO
         chosen = {name: values[name] for name in ("train.precision", "train.matmul")}
         pretrain(validation_corpus, config=auto_config(**few, **chosen), out=tmp_path / "given")
         assert_same_run(tmp_path / "auto", tmp_path / "given")
-        assert "forward and backward" not in said(capsys)
+        assert "forward and backward" not in stderr(capsys)
 
     def test_precisions_give_different_losses(self, validation_corpus, monkeypatch):
         used = []
@@ -170,7 +170,7 @@ class TestRules:
             monkeypatch.setattr(hardware, name, lambda _: pytest.fail("a measurement"))
         pretrain(validation_corpus, config=auto_config(**{"train.steps": "4"}), out=tmp_path / "run")
         assert hardware_values(tmp_path / "run") == CHOSEN
-        assert "auto" not in said(capsys)
+        assert "auto" not in stderr(capsys)
 
     def test_fp32_without_measurement(self, bf16_cpu):
         assert choose_precision(AUTO, CPU) == AUTO
@@ -183,14 +183,14 @@ class TestResume:
         pretrain(validation_corpus, config=auto_config(), out=run)
         assert_same_run(run, whole_run)
         assert hardware_values(run) == CHOSEN and not (run / "changes.jsonl").exists()
-        assert "auto" not in said(capsys)
+        assert "auto" not in stderr(capsys)
 
     def test_other_precision_needs_allow_changes(self, run, validation_corpus, timed, capsys):
         changed = auto_config(**{"train.precision": "bf16", "train.steps": "27"})
         with pytest.raises(ValueError, match=r"train.precision = 'bf16', but .* with 'fp32'; .* pass --allow-changes"):
             pretrain(validation_corpus, config=changed, out=run)
         pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
-        assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in said(capsys)
+        assert "changed at step 24: train.precision = 'fp32' is now 'bf16'" in stderr(capsys)
         pretrain(validation_corpus, config=auto_config(**{"train.steps": "27"}), out=run)
         assert hardware_values(run)["train.precision"] == "bf16"
 
@@ -246,7 +246,7 @@ class TestAnotherDevice:
         recorded = {"train.execution": "graph", "model.attention": "varlen", "train.matmul": "onednn"}
         recorded_as(run, **recorded)
         pretrain(validation_corpus, config=auto_config(), out=run)
-        err = said(capsys)
+        err = stderr(capsys)
         for key, value in recorded.items():
             assert f'{key} = auto: {CHOSEN[key]}, since the recorded "{value}" cannot run on this device' in err
         assert hardware_values(run) == hardware_values(checkpoint_folder.latest(run)) == CHOSEN
@@ -264,7 +264,7 @@ class TestAnotherDevice:
         assert not asked and hardware_values(run)["train.accumulate"] == 2  # as configured
         shutil.rmtree(checkpoint_folder.latest(run))
         pretrain(validation_corpus, config=auto_config(**{"train.accumulate": AUTO}), out=run)
-        assert 'train.accumulate = auto: 4, since the recorded "2" cannot run on this device' in said(capsys)
+        assert 'train.accumulate = auto: 4, since the recorded "2" cannot run on this device' in stderr(capsys)
         assert asked == [2] and hardware_values(run)["train.accumulate"] == 4
         assert not (run / "changes.jsonl").exists()
 
@@ -300,13 +300,13 @@ class TestAnotherDevice:
 
         monkeypatch.setattr(hardware, "_RULES", {name: rule(name) for name in better})
         pretrain(validation_corpus, config=auto_config(), out=run)
-        err = said(capsys)
+        err = stderr(capsys)
         assert "model.attention = sdpa, train.precision = fp32, train.execution = eager: kept as recorded in" in err
         options = "--model.attention varlen --train.precision bf16 --train.execution graph --allow-changes"
         assert f"a new run on this device would use {options}\n" in err
         assert_same_run(run, whole_run)
         pretrain(validation_corpus, config=tiny_config(**{"model.attention": "sdpa"}), out=run)
-        assert "a new run on this device would use --train.execution graph\n" in said(capsys)
+        assert "a new run on this device would use --train.execution graph\n" in stderr(capsys)
 
 
 class TestNothingRecorded:

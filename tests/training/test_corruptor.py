@@ -261,9 +261,9 @@ def test_same_corruptor_gives_same_text(runs, whole_run, validation_corpus):
 def test_rows_have_corruptor_length_with_warning(runs, whole_run, validation_corpus, capsys):
     few = {"max_batches": 1}
     assert evaluate(whole_run, validation_corpus, corrupted_by=runs["google"], **few)["sequence_length"] == 32
-    said = capsys.readouterr().err
-    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is evaluated on rows of 32" in said
-    assert "pass --sequence-length 16" in said
+    stderr = capsys.readouterr().err
+    assert f"warning: {whole_run}: was trained on rows of 16 tokens and is evaluated on rows of 32" in stderr
+    assert "pass --sequence-length 16" in stderr
     assert evaluate(runs["google"], validation_corpus, corrupted_by=whole_run, **few)["sequence_length"] == 16
     assert capsys.readouterr().err == ""
     assert evaluate(runs["google"], validation_corpus, corrupted_by="unigram", **few)["sequence_length"] == 128

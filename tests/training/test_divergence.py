@@ -108,11 +108,11 @@ def test_exploded_run_keeps_checkpoints_and_goes_back(whole_run, validation_corp
     for _ in range(2):  # with the same result when repeated
         done = cli(*command, "--allow-changes")
         assert done.returncode == 2 and {path.name for path in (out / "checkpoints").iterdir()} == before
-    (said,) = [line for line in done.stderr.splitlines() if "error" in line]
+    (stderr,) = [line for line in done.stderr.splitlines() if "error" in line]
     loss = min(line["loss"] for line in lines(out, "evaluations.jsonl"))
-    assert "the loss rose to" in said and f"step-24 is the best checkpoint (validation loss {loss:.4g})" in said
-    assert f"electra-fast pretrain --out {out} --from-step 24 --optimizer.learning_rate 0.001" in said
-    words = said.split("electra-fast ")[-1].split()
+    assert "the loss rose to" in stderr and f"step-24 is the best checkpoint (validation loss {loss:.4g})" in stderr
+    assert f"electra-fast pretrain --out {out} --from-step 24 --optimizer.learning_rate 0.001" in stderr
+    words = stderr.split("electra-fast ")[-1].split()
     done = cli(*words)
     assert done.returncode == 0 and "finished" in done.stderr
     assert Config.load(out / "config.toml").optimizer.learning_rate == 1e-3
@@ -122,12 +122,12 @@ def test_exploded_run_keeps_checkpoints_and_goes_back(whole_run, validation_corp
 def test_advice_lowers_learning_rates_to_rule(tmp_path):
     """If the learning rate is a hundred times too high, half of it would diverge again."""
     config = Config.preset("tiny", "modern").override({"train.steps": "2500", "optimizer.learning_rate": "0.4"})
-    said = recovery_advice(tmp_path, TrainState(), config.resolved())
-    assert said == "there is no checkpoint yet; start again with --optimizer.learning_rate 0.004 or a longer warmup"
-    said = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "modern").resolved())
-    assert "--optimizer.learning_rate 0.002 --optimizer.muon_learning_rate 0.0056" in said
-    said = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "google"))
-    assert "--optimizer.learning_rate 0.00025 or" in said
+    advice = recovery_advice(tmp_path, TrainState(), config.resolved())
+    assert advice == "there is no checkpoint yet; start again with --optimizer.learning_rate 0.004 or a longer warmup"
+    advice = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "modern").resolved())
+    assert "--optimizer.learning_rate 0.002 --optimizer.muon_learning_rate 0.0056" in advice
+    advice = recovery_advice(tmp_path, TrainState(), Config.preset("tiny", "google"))
+    assert "--optimizer.learning_rate 0.00025 or" in advice
 
 
 @pytest.mark.parametrize(("rate", "ends"), [pytest.param("0.03", False, marks=pytest.mark.slow), ("5", True)])

@@ -131,10 +131,10 @@ def test_exit_code_is_that_of_the_signal(server, validation_corpus, tmp_path):
     ranks = server.start(1, validation_corpus, tmp_path / "run", **ENDLESS)
     wait_for(lambda: has_logged(tmp_path / "run"))
     ranks[0].kill(signal.SIGINT)
-    (said,) = server.wait(ranks, 128 + signal.SIGINT)
+    (output,) = server.wait(ranks, 128 + signal.SIGINT)
     (step,) = checkpoint_folder.steps(tmp_path / "run")
-    assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert f"interrupted at step {step} of 100000, checkpoint written; run again to resume" in output.splitlines()[-1]
+    assert "Traceback" not in output
 
 
 def test_time_limit_reserves_time_for_step_and_checkpoint(monkeypatch):
@@ -198,9 +198,9 @@ def test_other_commands_report_kept_work(tmp_path):
         while process.poll() is None:  # it handles the signal after it has read some text
             os.write(writer, b"some text\n")
     os.close(writer)
-    _, said = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert said == "electra-fast: interrupted; nothing was written\n"
+    assert stderr == "electra-fast: interrupted; nothing was written\n"
 
 
 @pytest.mark.slow

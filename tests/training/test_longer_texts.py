@@ -49,8 +49,8 @@ def grown_run(run, corpus, recipe, short, long):
 def test_run_continues_with_longer_texts(validation_corpus, tmp_path, capsys, recipe, short, long, length, step):
     """The run resumes exactly, its export gives the same logits in `transformers`, and it cannot shrink."""
     grown_run(tmp_path / "run", validation_corpus, recipe, short, long)
-    said = "the new positions start as copies of the learned positions and their moments"
-    assert (said in capsys.readouterr().err) == (recipe == "google")
+    message = "the new positions start as copies of the learned positions and their moments"
+    assert (message in capsys.readouterr().err) == (recipe == "google")
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     truncate(tmp_path / "run", step)  # before the first checkpoint of the new length, or after it
     pretrain(config=Config.load(tmp_path / "run" / "config.toml"))

@@ -61,16 +61,16 @@ def test_area_under_curve_counts_ordered_pairs():
 
 
 def test_warnings():
-    def said(**changes):
+    def warning_of(**changes):
         return warning(metrics(**changes)) or ""
 
     majority = -(0.08 * math.log(0.08) + 0.92 * math.log(0.92))
-    assert majority > 0.25 and not said()
-    assert "collapsed" in said(discriminator_loss=1000 * majority * 1.1)
-    assert "nearly always right" in said(replaced=5.0)
-    assert "if unigram_auc also stays at 0.5, lower" in said(true_positives=0.0, predicted_positives=0.0)
+    assert majority > 0.25 and not warning_of()
+    assert "collapsed" in warning_of(discriminator_loss=1000 * majority * 1.1)
+    assert "nearly always right" in warning_of(replaced=5.0)
+    assert "if unigram_auc also stays at 0.5, lower" in warning_of(true_positives=0.0, predicted_positives=0.0)
     assert warning(metrics("mlm")) is None
-    assert not said(replaced=1000.0)  # if only masked tokens count, all may be replaced at first
+    assert not warning_of(replaced=1000.0)  # if only masked tokens count, all may be replaced at first
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_warning_needs_two_windows(window, warmup, bad_from, first):
     """Warnings start after the warmup and 100 steps, and must hold in two windows and over 100 steps."""
     warnings = LastingWarning(10**6)
     bad = metrics(true_positives=0.0, predicted_positives=0.0)
-    said = []
+    warned = []
     for step in range(window, 5000, window):
         record = (bad if step > bad_from else metrics()) | {"step": step}
         if warnings.take(record, window, max(MIN_STEPS, warmup)):
-            said.append(step)
-    assert said == [first]
+            warned.append(step)
+    assert warned == [first]
     passing = (
         bad | {"step": step} if step // 100 % 2 else metrics() | {"step": step} for step in range(100, 5000, 100)
     )

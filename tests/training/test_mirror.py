@@ -90,11 +90,11 @@ def test_damaged_and_incomplete_checkpoints_skipped(whole_run, validation_corpus
     upload(str(tmp_path / "bad"), f"{url}/checkpoints/step-10/model.safetensors")
     shutil.rmtree(tmp_path / "run")
     train(validation_corpus, tmp_path / "run", url)
-    said = capsys.readouterr().err
-    assert f"warning: {url}/checkpoints/step-10: incomplete; not used" in said
+    stderr = capsys.readouterr().err
+    assert f"warning: {url}/checkpoints/step-10: incomplete; not used" in stderr
     damaged = "model.safetensors: damaged (its checksum does not match); not used"
-    assert f"warning: {url}/checkpoints/step-9/{damaged}" in said
-    assert f"{url}: downloaded step-{earlier}\n" in said
+    assert f"warning: {url}/checkpoints/step-9/{damaged}" in stderr
+    assert f"{url}: downloaded step-{earlier}\n" in stderr
     assert_same_run(tmp_path / "run", whole_run)
     steps = mirrored(url)
     assert steps == sorted(mirror._checkpoints(url)) and steps[-1] == STEPS
@@ -247,8 +247,8 @@ def test_dead_store_does_not_end_run(whole_run, validation_corpus, tmp_path, url
                 store.stop()
 
         assert train(validation_corpus, tmp_path / "run", url, on_checkpoint=die) == STEPS
-    said = capsys.readouterr().err.splitlines()
-    assert f"step {STEPS}: warning: {url}: step-{STEPS} is not mirrored: " in [line for line in said if url in line][-1]
+    *_, last = (line for line in capsys.readouterr().err.splitlines() if url in line)
+    assert f"step {STEPS}: warning: {url}: step-{STEPS} is not mirrored: " in last
     assert_same_run(tmp_path / "run", whole_run)
     assert not (tmp_path / "run/.mirror").exists()
 
@@ -272,8 +272,8 @@ def test_ranks_resume_from_mirror(server, exact_run, validation_corpus, tmp_path
     train(validation_corpus, tmp_path / "run", url, stop_at=8, **tiny_run.EXACT)
     shutil.rmtree(tmp_path / "run")
     environment = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "ELECTRA_FAST_RETRY"))}
-    said = server.run(2, validation_corpus, tmp_path / "run", environment, **options)
-    assert f"{url}: downloaded step-9" in said[0] and "downloaded" not in said[1]
+    outputs = server.run(2, validation_corpus, tmp_path / "run", environment, **options)
+    assert f"{url}: downloaded step-9" in outputs[0] and "downloaded" not in outputs[1]
     assert mirrored(url)[-1] == STEPS
     assert all(map(torch.equal, tiny_run.weights(tmp_path / "run").values(), tiny_run.weights(exact_run).values()))
 

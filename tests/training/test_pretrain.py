@@ -94,8 +94,8 @@ def test_resume_after_sigkill(server, whole_run, validation_corpus, tmp_path):
     out = tmp_path / "run"
     for step, resumed in ((2, []), (9, []), (20, [6, 9]), (STEPS, [15, 18])):
         fault = {"ELECTRA_FAST_FAULT": f"kill@{step}/0"}
-        (said,) = server.wait(server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL)
-        assert not resumed or any(f"resumes at step {start} of {STEPS}" in said for start in resumed), said
+        (output,) = server.wait(server.start(1, validation_corpus, out, fault), 0 if step == STEPS else -signal.SIGKILL)
+        assert not resumed or any(f"resumes at step {start} of {STEPS}" in output for start in resumed), output
     assert_same_run(out, whole_run)
 
 
@@ -111,11 +111,11 @@ def test_warning_if_word_masking_has_no_effect(tmp_path, text, size, whole_words
     """Each Chinese character is a word. Thai has no spaces, so its words exceed the budget of masked tokens."""
     ef.vocab(iter([text]), out=tmp_path / "vocab.txt", size=size, progress=False)
     prepare(iter([f"{text}\n" * 9]), vocab=tmp_path, out=tmp_path / "shards", progress=False)
-    for masking, said in [("whole-word", whole_words), ("span", spans)]:
+    for masking, expected in [("whole-word", whole_words), ("span", spans)]:
         changes = {"data.masking": masking, "data.corpus": str(tmp_path / "shards"), "data.sequence_length": "64"}
         config = tiny_config(**changes)
         warnings = list(words_to_mask(config, Mixture(config.data.corpus)))
-        assert len(warnings) == (said != "") and all(re.search(said, line) for line in warnings), warnings
+        assert len(warnings) == (expected != "") and all(re.search(expected, line) for line in warnings), warnings
 
 
 def test_warning_about_unknown_tokens_at_start(tmp_path, capfd):
@@ -123,7 +123,7 @@ def test_warning_about_unknown_tokens_at_start(tmp_path, capfd):
     vocab = tmp_path / "vocab.txt"
     ef.vocab(iter(["the broken tokens of longer words"] * 9), out=vocab, size=40, progress=False)
     text = "the broken tokens of longer words " * 9
-    for name, more, said in [("known", "", False), ("unknown", "的" * 9, True)]:
+    for name, more, is_unknown in [("known", "", False), ("unknown", "的" * 9, True)]:
         data = tmp_path / name
         out = tmp_path / f"{name}-run"
         prepare(iter([f"{text}{more}"] * 40), vocab=vocab, out=data, progress=False)
@@ -131,9 +131,9 @@ def test_warning_about_unknown_tokens_at_start(tmp_path, capfd):
             config = tiny_config(**{"train.steps": steps, "train.eval_every": "0", "optimizer.warmup_steps": "1"})
             pretrain(data, config=config, out=out)
             lines = [line for line in capfd.readouterr().err.splitlines() if "of the tokens are [UNK]" in line]
-            assert len(lines) == (said and is_new)
+            assert len(lines) == (is_unknown and is_new)
             assert all(line.startswith(f"warning: {name}: ") for line in lines)
-        assert ("[UNK]" in (out / "warnings.jsonl").read_text()) == said
+        assert ("[UNK]" in (out / "warnings.jsonl").read_text()) == is_unknown
 
 
 def test_slow_steps_reported_once(validation_corpus, tmp_path, monkeypatch):
@@ -155,8 +155,9 @@ def test_tokens_dropped_by_packing_reported(tiny_corpus, tmp_path, capsys):
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     assert 0 < num_kept < num_tokens
     num_dropped = num_tokens - num_kept
-    said = f'data.packing = "examples" drops {num_dropped:,} of {num_tokens:,} tokens ({num_dropped / num_tokens:.1%}) '
-    assert f"{said}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
+    fraction = num_dropped / num_tokens
+    expected = f'data.packing = "examples" drops {num_dropped:,} of {num_tokens:,} tokens ({fraction:.1%}) '
+    assert f"{expected}in rows of 16; --data.packing best-fit keeps them all" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-2")
     pretrain(tiny_corpus, config=config, out=tmp_path / "run")
     pretrain(tiny_corpus, config=config.override({"data.packing": "best-fit"}), out=tmp_path / "other")

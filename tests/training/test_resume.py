@@ -23,7 +23,7 @@ def run(whole_run, tmp_path):
     return shutil.copytree(whole_run, tmp_path / "run")
 
 
-def said(capsys):
+def stderr(capsys):
     return capsys.readouterr().err
 
 
@@ -39,7 +39,7 @@ def test_finished_run_extended_and_resumed_by_folder(run, validation_corpus, cap
     with pytest.raises(ValueError, match=rf"train.steps = 20: must be at least {STEPS}, the step of this run; raise"):
         pretrain(validation_corpus, config=tiny_config(**{"train.steps": "20"}), out=run)
     assert pretrain(validation_corpus, config=longer, out=run).step == 2 * STEPS
-    messages = said(capsys)
+    messages = stderr(capsys)
     optimizer = Config.load(run / "config.toml").optimizer
     first, last = (lr_scale(optimizer, step, 2 * STEPS) * optimizer.learning_rate for step in (STEPS, 2 * STEPS - 1))
     assert f"learning rate at step {STEPS} is {first:.3g} (before: 0) and falls to 0 at step {2 * STEPS}" in messages
@@ -77,7 +77,7 @@ class TestAllowedChanges:
             patch.setattr("electra_fast.training.trainer.Trainer.train", lambda *_: 1 / 0)
             pretrain(validation_corpus, config=changed, out=run, allow_changes=True)
         assert pretrain(config=Config.load(run / "config.toml")).step == 36
-        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in said(capsys)
+        assert "changed at step 24: optimizer.learning_rate = 0.001 is now 0.002" in stderr(capsys)
         changes = {"train.steps": [24, 36], "optimizer.learning_rate": [0.001, 0.002]}
         assert records_of_changes(run) == [(24, changes)]
         saved = Config.load(checkpoint_folder.latest(run) / "config.toml")
@@ -95,7 +95,7 @@ class TestAllowedChanges:
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert pretrain(validation_corpus, config=changed, out=run, allow_changes=True).step == 28
-        assert "their order starts anew, with another epoch" in said(capsys)
+        assert "their order starts anew, with another epoch" in stderr(capsys)
         state = checkpoint_folder.read_state(checkpoint_folder.latest(run))
         assert state.token_type_1_trained and state.loader["epoch"] > before["epoch"]
         assert (state.loader["options"], state.loader["seed"]) != (before["options"], before["seed"])
@@ -166,10 +166,10 @@ class TestDamage:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="allow-changes"):
             pretrain(validation_corpus, config=tiny_config(**{"optimizer.learning_rate": "2e-3"}), out=run)
-        err = said(capsys)
+        err = stderr(capsys)
         assert f"warning: {path}: damaged (its checksum does not match); not used; renamed to damaged-step-24" in err
         assert pretrain(validation_corpus, config=tiny_config(), out=run).step == STEPS
-        assert "resumes at step 21 of 24" in said(capsys)
+        assert "resumes at step 21 of 24" in stderr(capsys)
         assert_same_run(run, whole_run)
         assert checkpoint_folder.steps(run) == [21, 24] and (run / "checkpoints/damaged-step-24").is_dir()
 
@@ -212,8 +212,8 @@ class TestWarmup:
         messages = list(low_peak_warnings(config))
         assert len(messages) == (peak_percent is not None)
         if peak_percent is not None:
-            said = f"warmup_steps = {warmup} with train.steps = {STEPS}: the learning rate never exceeds {peak_percent}"
-            assert said in messages[0]
+            name = f"warmup_steps = {warmup} with train.steps = {STEPS}"
+            assert f"{name}: the learning rate never exceeds {peak_percent}" in messages[0]
             peak = max(lr_scale(config.optimizer, step, STEPS) for step in range(STEPS))
             assert peak == pytest.approx(float(peak_percent[:-1]) / 100, abs=0.0051)
 
@@ -282,8 +282,8 @@ def test_mistakes_reported_before_torch_import(run):
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    assert len(said) == 4 and all(message in line for message, line in zip(messages.values(), said, strict=True))
+    stderr = done.stderr.splitlines()
+    assert len(stderr) == 4 and all(message in line for message, line in zip(messages.values(), stderr, strict=True))
 
 
 def test_run_keeps_recipe_despite_default(run, validation_corpus, tmp_path):

@@ -69,7 +69,7 @@ def test_warnings_in_recorded_runs(run, alarms):
     assert [end for end in range(1, 21) if stall_warning(records[:end])] == alarms
 
 
-def said(recipe="google", entropy=None, changes=(), **metrics):
+def verdict_lines(recipe="google", entropy=None, changes=(), **metrics):
     config = Config.preset("mini", recipe).override({"train.steps": "350", **dict(changes)}).resolved()
     metrics = {"tokens": 50_000, "unigram_auc": None, "discriminator_auc": None, "encoder_loss": None} | metrics
     return verdict(config, metrics, entropy, 700_000, 5_000_000)
@@ -87,19 +87,19 @@ def said(recipe="google", entropy=None, changes=(), **metrics):
     ],
 )
 def test_verdict(metrics, amount, measured):
-    first, *others = said(**metrics)
+    first, *others = verdict_lines(**metrics)
     assert measured in first and (f"has learned {amount} yet" in first if amount else "has learned" not in first)
     assert len(others) == bool(amount)
 
 
 def test_likely_reasons():
-    reasons = said(unigram_auc=0.5)[1]
+    reasons = verdict_lines(unigram_auc=0.5)[1]
     for reason in ("350 steps, 0.70 M tokens", "--steps 3500", "--recipe modern", "0.0005", "5.00 M tokens"):
         assert reason in reasons
-    modern = said("modern", unigram_auc=0.5)[1]
+    modern = verdict_lines("modern", unigram_auc=0.5)[1]
     assert "--recipe modern" not in modern and "learning rate" not in modern  # it follows the rule
     for name in ("learning_rate", "muon_learning_rate"):
-        other = said("modern", changes={f"optimizer.{name}": "0.4"}, unigram_auc=0.5)[1]
+        other = verdict_lines("modern", changes={f"optimizer.{name}": "0.4"}, unigram_auc=0.5)[1]
         assert "learning rates set by hand: start again without" in other
 
 
@@ -146,9 +146,9 @@ def test_discriminator_without_loss_stalls(validation_corpus, tmp_path, capfd):
     changes = {"objective.disc_weight": "0", "model.tying": "none", "optimizer.learning_rate": "5e-3"}
     changes |= {"train.steps": "250", "train.eval_every": "50", "train.eval_batches": "0", "model.dropout": "0"}
     pretrain(validation_corpus, config=tiny_config(**changes), out=tmp_path / "run")
-    said = " ".join(capfd.readouterr().err.split())
-    assert said.count("has stalled") == 1  # not at step 200, compared with step 50
-    assert "step 250: warning: the discriminator has stalled since step 100" in said
+    stderr = " ".join(capfd.readouterr().err.split())
+    assert stderr.count("has stalled") == 1  # not at step 200, compared with step 50
+    assert "step 250: warning: the discriminator has stalled since step 100" in stderr
     record = lines(tmp_path / "run", "evaluations.jsonl")[-1]
     fixed = evaluate(
         tmp_path / "run", Corpus(validation_corpus).holdout, sequence_length=16, batch_size=8, corrupted_by="unigram"
@@ -170,9 +170,9 @@ def test_verdict_without_evaluations(validation_corpus, tmp_path, capfd):
     for every in ("0", "2"):
         config = tiny_config(**{"train.steps": "4", "train.eval_every": every, "train.eval_batches": "10"})
         pretrain(validation_corpus, config=config, out=tmp_path / every)
-    said = capfd.readouterr().err.splitlines()
+    stderr = capfd.readouterr().err.splitlines()
     start = "warning: the model has learned"
-    first, second = (line for line in said if line.startswith(start))
+    first, second = (line for line in stderr if line.startswith(start))
     assert first == second and lines(tmp_path / "0") == lines(tmp_path / "2")
     states = [checkpoint_folder.read_state(checkpoint_folder.latest(tmp_path / every)) for every in ("0", "2")]
     assert [state.best_by for state in states] == ["training", "validation"]
