@@ -216,7 +216,7 @@ class TestChoice:
         ):
             with pytest.raises(ValueError, match=message):
                 parse_kernels(text)
-        with pytest.raises(ValueError, match='train.kernels = "fast" is not auto, triton or reference'):
+        with pytest.raises(ValueError, match='train.kernels = "fast": must be auto, triton or reference'):
             Config().override({"train.kernels": "fast"})
 
 

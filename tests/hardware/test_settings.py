@@ -286,7 +286,7 @@ class TestAnotherDevice:
     )
     def test_unavailable_explicit_value_refused(self, run, validation_corpus, timed, key, value, need):
         recorded_as(run, **{key: value})
-        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}" needs {need}'):
+        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}": needs {need}'):
             pretrain(validation_corpus, config=Config.load(run / "config.toml"), out=run)
 
     def test_better_choices_reported_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):

@@ -338,8 +338,8 @@ class Checker:
             differ = [name for name in totals and expected if not _close(expected[name], totals[name], is_exact)]
             if differ:
                 other = "without branches" if is_exact else "in eager execution"
-                values = [f"{values[differ[0]]:.9g}" for values in (totals, expected)]
-                record = replace(record, problem=f"{differ[0]} is {values[0]}, but {values[1]} {other}")
+                problem = f"{differ[0]} is {totals[differ[0]]:.9g}, which is not the value {other}"
+                record = replace(record, problem=problem)
             if totals:
                 all_totals[execution] = totals
             self.report(record)
