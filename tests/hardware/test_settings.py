@@ -279,14 +279,14 @@ class TestAnotherDevice:
     @pytest.mark.parametrize(
         ("key", "value", "need"),
         [
-            ("train.execution", "graph", "a CUDA device"),
-            ("model.attention", "varlen", "a CUDA device"),
-            ("train.matmul", "onednn", "a processor with AVX-512"),
+            ("train.execution", "graph", "needs a CUDA device"),
+            ("model.attention", "varlen", "needs a CUDA device"),
+            ("train.matmul", "onednn", "requires AVX-512"),
         ],
     )
     def test_unavailable_explicit_value_refused(self, run, validation_corpus, timed, key, value, need):
         recorded_as(run, **{key: value})
-        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}": needs {need}'):
+        with pytest.raises(ValueError, match=f'{key.partition(".")[2]} = "{value}": {need}'):
             pretrain(validation_corpus, config=Config.load(run / "config.toml"), out=run)
 
     def test_better_choices_reported_but_not_made(self, whole_run, run, validation_corpus, timed, monkeypatch, capsys):
