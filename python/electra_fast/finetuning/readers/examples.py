@@ -93,8 +93,8 @@ class Parser(ABC, Generic[F]):
     def described_part(self, whole: Split, chosen: NDArray[np.intp]) -> str:
         """Describes the validation set; raises InputError if it is empty."""
         if not len(chosen):
-            few = f"{len(whole.texts)} {self.unit} are too few for a validation set; pass one with --dev"
-            raise InputError(f"{whole.path}: {few}")
+            problem = f"{len(whole.texts)} {self.unit} are too few for a validation set; pass one with --dev"
+            raise InputError(f"{whole.path}: {problem}")
         return f"{len(chosen):,} of {len(whole.texts):,} {self.unit}"
 
 

@@ -195,11 +195,11 @@ class _QuestionParser(Parser[Split]):
         for id, (question, items) in questions.items():
             with self.bad.collect():
                 if not items and self.has_unanswerable is False:
-                    why = "no answer, but every question in SQuAD 1.1 has an answer; use --task squad2"
-                    raise InputError(f"{question.place}: {why}")
+                    problem = "no answer, but every question in SQuAD 1.1 has an answer; use --task squad2"
+                    raise InputError(f"{question.place}: {problem}")
                 if not items and is_impossible(question) is False:
-                    why = "is_impossible is false, but the question has no answer; correct one"
-                    raise InputError(f"{question.place}: {why}")
+                    problem = "is_impossible is false, but the question has no answer; correct one"
+                    raise InputError(f"{question.place}: {problem}")
                 placed = [place_answer(question.place, question.context, annotation, unit) for annotation in items]
                 moved += [id for _, is_moved in placed if is_moved]
                 answers[id] = tuple(answer for answer, _ in placed)

@@ -128,8 +128,8 @@ def open_table(path: Path, *, quoting: Quoting = "auto", format: str = "") -> It
         notes = list[str]()
         if suffix not in FORMATS:
             suffix = guess_format(file)
-            how = "a text per line" if suffix == ".txt" else suffix.removeprefix(".")
-            notes.append(f"{path}: read as {how}; choose another format with --format")
+            description = "a text per line" if suffix == ".txt" else suffix.removeprefix(".")
+            notes.append(f"{path}: read as {description}; choose another format with --format")
         if file.encoding != "UTF-8" and suffix not in (".parquet", ".arrow"):
             notes.append(f"{path}: read as {file.encoding}, according to its byte order mark")
         if suffix == ".txt" and is_fasttext(file):

@@ -300,8 +300,8 @@ class _TagParser(Parser[list[Sentence]]):
             scheme = detect_scheme(converted)
             _check_iobes(path, converted, scheme)
         if name == "auto" or notation != Notation():
-            how = _described(scheme, notation, usual)
-            self.notes.append(f"{path}: tags read as {how} (detected; choose another scheme with --scheme)")
+            description = _described(scheme, notation, usual)
+            self.notes.append(f"{path}: tags read as {description} (detected; choose another scheme with --scheme)")
         return scheme, notation
 
     def as_iob2(self, sentences: list[Sentence], scheme: str, notation: Notation) -> list[Sentence]:
@@ -357,18 +357,18 @@ def _long_sentences(sentences: Sequence[Sentence], is_test: bool) -> Iterator[st
 
 def _described(scheme: str, notation: Notation, usual: Mapping[str, str]) -> str:
     """Describes how the tags, the keys of `usual`, are read."""
-    how = "labels, not entities" if scheme == "none" else scheme
+    text = "labels, not entities" if scheme == "none" else scheme
     if scheme == "none" and "O" in usual:
-        how += ", although some are 'O'"
+        text += ", although some are 'O'"
     if scheme == "IO" and (any(map(is_bare, usual.values())) or not notation.has_places):
-        how += " without prefixes, so consecutive words of one type are one entity"
+        text += " without prefixes, so consecutive words of one type are one entity"
     if not notation.has_places:
-        how += "".join(f"; {tag!r} is a type" for tag in usual if tag != notation.outside and not is_bare(tag))
+        text += "".join(f"; {tag!r} is a type" for tag in usual if tag != notation.outside and not is_bare(tag))
     elif scheme != "none" and notation != Notation():
         others = (tag for tag in usual if tag != notation.outside and usual[tag] != tag)
         examples = [tag for tag in (next(others, "O"), notation.outside) if tag != "O"]
-        how += f", written {' and '.join(f'{tag!r} for {usual[tag]!r}' for tag in examples)}"
-    return how
+        text += f", written {' and '.join(f'{tag!r} for {usual[tag]!r}' for tag in examples)}"
+    return text
 
 
 def _check_iobes(path: Path, sentences: Sequence[Sequence[str]], scheme: str) -> None:

@@ -54,7 +54,7 @@ def class_weights(
     if text == "none":
         return None, ""
     counts = np.bincount(targets, minlength=len(labels))
-    how = text
+    description = text
     occurs = np.flatnonzero(counts)
     average = counts.sum() / len(occurs)
     if text not in ("balanced", "auto"):
@@ -71,7 +71,7 @@ def class_weights(
         if counts[rarest] >= RARE_FRACTION * average:
             return None, "class_weights = auto: none, since no class is rare"
         weights = np.minimum(weights, MAX_WEIGHT)
-        how = (
+        description = (
             f"auto: balanced, capped at {MAX_WEIGHT:g}, since {labels[rarest]!r} has {counts[rarest]:,} training "
             f"examples, under a tenth of the average {average:,.0f}"
         )
@@ -80,7 +80,7 @@ def class_weights(
     ends = (occurs[weights[occurs].argmin()], occurs[weights[occurs].argmax()])
     extremes = " to ".join(f"{weights[number]:.3g} ({labels[number]!r})" for number in ends)
     is_even = (weights[occurs] == 1).all()
-    return None if is_even else weights, f"class_weights = {how}; weights from {extremes}"
+    return None if is_even else weights, f"class_weights = {description}; weights from {extremes}"
 
 
 def _parsed(text: str, labels: Sequence[str], groups: Mapping[str, Sequence[int]]) -> NDArray[np.float64]:
