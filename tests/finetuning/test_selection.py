@@ -206,7 +206,7 @@ def test_signal_stops_evaluation_and_resume_repeats_it(reference, train, tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
         return predict(*arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="checkpoint at step 4, run again"):
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="checkpoint at step 4; run again"):
         patch.setattr(Classification, "predict", signalled)
         train(tmp_path)
     with killed_at_call(JsonLines, "write", 1, after=True):

@@ -435,7 +435,7 @@ def test_texts_in_both_splits_are_noted(write):
         (dev, train, "all 2 validation examples"),
     ):
         (data,) = read_tasks("classification", files={"train": first, "dev": second})
-        assert data.notes[1].startswith(f"{second}: {message} have a text that is in the training split")
+        assert data.notes[1].startswith(f"{second}: the texts of {message} are in the training split")
 
 
 def test_empty_texts_are_kept_with_a_note(write):
