@@ -37,17 +37,17 @@ HUGE = 2**64
         *(("electra_fast", value) for value in ([], {"model": []}, {"train": {"steps": 10**400}})),
     ],
 )
-def test_absurd_settings_of_a_model_are_one_line(encoder_folder, tmp_path, key, value):
+def test_absurd_model_settings_are_one_line(encoder_folder, tmp_path, key, value):
     folder = shutil.copytree(encoder_folder, tmp_path / "model")
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(table | {key: value}))
-    found = in_process.run("import", folder, "--out", tmp_path / "run")
-    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1
-    assert f"{folder}/config.json: " in found.stderr and key.split("_")[-1] in found.stderr
+    outcome = in_process.run("import", folder, "--out", tmp_path / "run")
+    assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
+    assert f"{folder}/config.json: " in outcome.stderr and key.split("_")[-1] in outcome.stderr
 
 
-def test_sizes_that_the_tensors_do_not_have_take_no_memory(encoder_folder, tmp_path):
-    """The error comes from the header of the file, not from the size of what would have been built."""
+def test_wrong_sizes_take_no_memory(encoder_folder, tmp_path):
+    """The error comes from the header of the file, before a model of this size is built."""
     folder = shutil.copytree(encoder_folder, tmp_path / "model")
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(table | {"hidden_size": 2**16, "intermediate_size": 2**17}))
@@ -68,21 +68,21 @@ def test_sizes_that_the_tensors_do_not_have_take_no_memory(encoder_folder, tmp_p
         ("[data]\ncorpus = {a = " + "9" * 400 + "}", "a table of numbers"),
     ],
 )
-def test_an_absurd_configuration_is_one_line(tmp_path, text, message):
+def test_absurd_configuration_is_one_line(tmp_path, text, message):
     (tmp_path / "run.toml").write_text(text + "\n")
     with pytest.raises(InputError, match=f"run.toml: .*{message}"):
         Config.load(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 150 + "1" + "}" * 150, '{"a": ' + "9" * 5000 + "}"])
-def test_an_absurd_json_file_is_one_line(tmp_path, text):
+def test_absurd_json_file_is_one_line(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(InputError, match=r"state.json: not a JSON object: (nested|an integer of thousands)"):
         read_object(tmp_path / "state.json")
 
 
 @pytest.mark.parametrize("value", [NAN, 1e300])
-def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value):
+def test_non_numeric_values_are_refused(encoder_folder, tmp_path, value):
     folder = shutil.copytree(encoder_folder, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     name = "encoder.layer.0.output.dense.weight"
@@ -106,8 +106,8 @@ def test_values_that_are_no_numbers_are_refused(encoder_folder, tmp_path, value)
         ({"loader": 1}, "loader is '1'"),
     ],
 )
-def test_a_state_of_other_types(tmp_path, change, message):
-    """Its checksum may be right all the same."""
+def test_state_with_wrong_types_is_refused(tmp_path, change, message):
+    """Even if its checksum is right."""
     checkpoint_folder.seal(tmp_path, TrainState())
     assert checkpoint_folder.read_state(tmp_path) == TrainState()
     content = read_object(tmp_path / "state.json") | change
@@ -117,7 +117,7 @@ def test_a_state_of_other_types(tmp_path, change, message):
         checkpoint_folder.read_state(tmp_path)
 
 
-# Memory of a whole machine, in a process that may have little of it.
+# The memory of a whole machine, in a process with a small limit.
 TOO_LARGE = """
 import resource, sys, torch
 from electra_fast.cli import main
@@ -131,19 +131,19 @@ sys.exit(main(sys.argv[1:]))
 def test_sizes_beyond_memory_are_one_line(tiny_corpus, tmp_path):
     command = [sys.executable, "-c", TOO_LARGE, "pretrain", tiny_corpus, "--preset", "tiny"]
     command += ["--out", tmp_path / "run", "--model.hidden_size", "8192"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    *_, last = found.stderr.splitlines()
-    assert found.returncode == 2 and "Traceback" not in found.stderr
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    *_, last = finished.stderr.splitlines()
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert last.startswith("electra-fast: error: out of memory: ") and "raise train.accumulate" in last
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), pa.ArrowMemoryError("malloc of size 9"), torch.OutOfMemoryError("CUDA out of memory.")]
 )
-def test_every_library_that_has_no_memory_is_one_line(monkeypatch, error):
+def test_out_of_memory_in_any_library_is_one_line(monkeypatch, error):
     def fail(corpus):
         raise error
 
     monkeypatch.setattr("electra_fast.verify", fail)
-    found = in_process.run("verify", "corpus")
-    assert found.returncode == 2 and found.stderr.startswith("electra-fast: error: out of memory")
+    outcome = in_process.run("verify", "corpus")
+    assert outcome.returncode == 2 and outcome.stderr.startswith("electra-fast: error: out of memory")

@@ -1,4 +1,4 @@
-//! Arbitrary bytes as text, with options chosen by the first byte: the fast tokenizer must give the ids of
+//! Arbitrary bytes as text, with options chosen by the first byte: the fast tokenizer must return the ids of
 //! the `tokenizers` crate.
 #![no_main]
 
@@ -19,6 +19,6 @@ fuzz_target!(|bytes: &[u8]| {
     let (name, tokenizer) = &ALL[usize::from(*first) % ALL.len()];
     let text = String::from_utf8_lossy(bytes);
     let mut ids = Vec::new();
-    let found = tokenizer.encoder().encode_into(&text, &mut ids).and_then(|()| tokenizer.encode_by_crate(&text));
-    assert_eq!(found.ok(), Some(ids), "{name}: {text:?}");
+    let reference = tokenizer.encoder().encode_into(&text, &mut ids).and_then(|()| tokenizer.encode_by_crate(&text));
+    assert_eq!(reference.ok(), Some(ids), "{name}: {text:?}");
 });

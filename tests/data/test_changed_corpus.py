@@ -1,4 +1,4 @@
-"""Somebody writes to a corpus on disk while it is read: the reader ends with one line that names the file."""
+"""A corpus on disk changes while it is read: the reader fails with one line that names the file."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from electra_fast.errors import InputError
 
 
 def overwrite(content):
-    """A change of a file in place from byte 64 on, up to the index, by what `content` makes for so many bytes."""
+    """Returns a function that overwrites a file in place, from byte 64 up to the index, with `content(size)`."""
 
     def change(path):
         with path.open("r+b") as file:
@@ -30,33 +30,33 @@ def append(path):
 
 
 def forge(path):
-    """Other bytes, and a time as if nothing had happened."""
+    """Changes bytes and restores the modification time."""
     times = path.stat()
     overwrite(lambda size: b"\xff" * size)(path)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-# The system sets the time before the length, so a reader may see the one without the other.
-GROWN = r"(\d+ bytes instead of \d+: changed|written to) while it was in use"
+# The system sets the time before the length, so a reader may see only one of the changes.
+GROWN = r"(\d+ bytes instead of \d+: changed|written to) while in use"
 CHANGES = {
-    "one id": ("tokens", overwrite(lambda size: b"\x05\x00" * (size // 2)), "written to while it was in use"),
+    "one id": ("tokens", overwrite(lambda size: b"\x05\x00" * (size // 2)), "written to while in use"),
 
     "other ids in secret": ("tokens", forge, "id 65535 is not in the vocabulary of"),
     "growth": ("tokens", append, GROWN),
-    # Or they contradict the documents, where the reader is looking at them just then.
-    "other lines": ("lines", overwrite(os.urandom), r"written to while it was in use|document \d+: "),
+    # Or they contradict the documents, if the reader is just reading these.
+    "other lines": ("lines", overwrite(os.urandom), r"written to while in use|document \d+: "),
 
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_reader_finds_out(tiny_corpus, tmp_path, name):
+def test_reader_reports_changed_corpus(tiny_corpus, tmp_path, name):
     kind, change, message = CHANGES[name]
     corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
     size = Corpus(corpus).vocab_size
     loader = BatchLoader(corpus, sequence_length=16, batch_size=8, seed=0, cut_at="line")
     for _ in range(1000):
-        next(loader)  # of several epochs: every block has been verified
+        next(loader)  # several epochs: every block has been verified
     (path,) = corpus.glob(f"*.{kind}")
     change(path)
     with pytest.raises(InputError, match=rf"{path.name}: .*({message}).*; restore the file from a copy") as caught:
@@ -83,10 +83,10 @@ for _ in loader:
 
 
 @pytest.mark.slow
-def test_a_file_cut_off_under_a_reader_is_explained_by_the_command_line_alone(tiny_corpus, tmp_path):
-    """Not found by looking: the page is gone, and the system sends SIGBUS, which belongs to a user's own program."""
+def test_command_line_explains_a_truncated_mapped_file(tiny_corpus, tmp_path):
+    """The page is gone, and the system sends SIGBUS. In a user's program, the library leaves the signal alone."""
     corpora = [shutil.copytree(tiny_corpus, tmp_path / name) for name in "ab"]
     command = [sys.executable, "-c", CUT_OFF, *corpora, next(tiny_corpus.glob("*.tokens")).name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    message = "electra-fast: error: a file cannot be read where it is mapped into memory: it was cut off .* run again\n"
+    message = "electra-fast: error: a memory-mapped file cannot be read: it was truncated .* run again\n"
     assert done.returncode == 2 and re.fullmatch(message, done.stderr), done.stderr

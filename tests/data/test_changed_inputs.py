@@ -1,4 +1,4 @@
-"""Inputs that change after `prepare` has read them: the corpus is that of the old text or of the new, never of both."""
+"""Inputs that change after `prepare` has read them: the corpus has either the old text or the new one, never both."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PADDING = BLANK_LINE * 2048
 
 
 def replace_byte(path, at, *, keep_time=False):
-    """Changes one "a" to "b"; the size stays."""
+    """Changes one "a" to "b"; the size stays the same."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -48,7 +48,7 @@ def only_in_time(path):
 
 @pytest.fixture
 def text(tmp_path):
-    """Three files of one input group each, with an "a" at the beginning and one at 1 MiB."""
+    """Three files of one input group each, with an "a" at the beginning and another one at 1 MiB."""
     (tmp_path / "text").mkdir()
     for number in range(3):
         middle = b"a c\n\na" if number == 1 else b"a"
@@ -77,7 +77,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("edit", [at_the_beginning, with_its_time_kept, only_in_time])
-def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, edit):
+def test_changed_input_of_a_finished_corpus_is_refused(text, run, tmp_path, edit):
     first = run(text, "out")
     before = contents(tmp_path / "out")
     edit(text / "1.txt")
@@ -104,15 +104,15 @@ def test_a_finished_corpus_of_a_changed_input_is_refused(text, run, tmp_path, ed
         (only_in_time, "by tasks"),
     ],
 )
-def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, edit, way):
-    """The first of two partitions leaves what an interruption does: some input groups are finished."""
+def test_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, edit, way):
+    """The first of two partitions leaves the same state as an interruption: some input groups are finished."""
     options = {"_part_bytes": 600_000} if way == "in parts" else {}
     if way == "without duplicates":
         options["drop_duplicates"] = "lines"
     changed = text / "0.txt"
     run(text, "out", partition=(1, 2), **options)
     if way == "without duplicates":
-        run(text, "out", partition=(2, 2), **options)  # the rest is hashed, and its own part is built
+        run(text, "out", partition=(2, 2), **options)  # hashes the rest and builds its partition
     edit(changed)
     if edit is with_its_time_kept:
         options["verify_inputs"] = True
@@ -132,8 +132,8 @@ def test_an_interrupted_run_never_mixes_old_and_new_text(text, run, tmp_path, ed
         assert report["rebuilt_input_groups"] > 0 and report["changed_input"] == str(changed)
 
 
-def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
-    """Its directory says which rows a part has."""
+def test_change_in_a_table_affects_all_its_parts(run, tmp_path):
+    """The table's directory determines the rows of a part."""
     path = tmp_path / "table.parquet"
     table = pa.table({"text": [f"{letter} b c " * 2000 for letter in "bbbbbbba"]})
     pq.write_table(table, path, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
@@ -143,7 +143,7 @@ def test_a_change_anywhere_in_a_table_counts_for_all_its_parts(run, tmp_path):
     assert report["rebuilt_input_groups"] == 2 and report["changed_input"] == str(path)
 
 
-def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_path):
+def test_changed_size_and_damaged_list_are_reported(text, run, tmp_path):
     run(text, "out")
     changed = text / "2.txt"
     size = (text / "2.txt").stat().st_size
@@ -152,8 +152,8 @@ def test_a_changed_size_names_the_file_and_a_damaged_list_itself(text, run, tmp_
         with pytest.raises(InputError, match=r"2\.txt: has changed since"):
             run(text, "out")
     listed = tmp_path / "out/inputs.json"
-    found = json.loads(listed.read_text())
-    found["inputs"][0]["modified"] += 1
-    listed.write_text(json.dumps(found))
+    record = json.loads(listed.read_text())
+    record["inputs"][0]["modified"] += 1
+    listed.write_text(json.dumps(record))
     with pytest.raises(InputError, match=r"inputs\.json: damaged; .*remove it"):
         run(text, "out")

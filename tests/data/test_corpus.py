@@ -60,7 +60,7 @@ def random_texts(count):
 
 @pytest.mark.parametrize("lowercase", [True, False])
 @pytest.mark.parametrize("strip_accents", [None, True, False])
-def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents):
+def test_ids_equal_the_tokenizers_package(vocab, lowercase, strip_accents):
     tokenizer = Tokenizer(vocab, cased=not lowercase, strip_accents=strip_accents)
     texts = ODD + random_texts(500)
     reference = oracle(lowercase, strip_accents)
@@ -70,7 +70,7 @@ def test_ids_are_those_of_the_tokenizers_package(vocab, lowercase, strip_accents
         assert ids.dtype == np.int32 and ids.tolist() == reference.encode(text).ids, repr(text)
 
 
-def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(vocab, tmp_path):
+def test_tokenizer_json_ignores_truncation_padding_and_special_tokens(vocab, tmp_path):
     saved = oracle(True)
     saved.add_special_tokens(SPECIAL)
     saved.enable_truncation(4)
@@ -81,11 +81,11 @@ def test_a_tokenizer_json_neither_truncates_nor_pads_nor_sees_special_tokens(voc
     from_vocab = Tokenizer(vocab, cased=False)
     pairs = zip(from_json.encode_batch(texts), from_vocab.encode_batch(texts), strict=True)
     assert all(a.tolist() == b.tolist() for a, b in pairs)
-    with pytest.raises(ValueError, match="cased and strip_accents belong to vocab.txt"):
+    with pytest.raises(ValueError, match="cased and strip_accents apply to a vocab.txt only"):
         Tokenizer(tmp_path / "tokenizer.json", cased=False)
 
 
-def test_what_a_tokenizer_tells(vocab):
+def test_tokenizer_properties(vocab):
     tokenizer = Tokenizer(vocab)
     assert tokenizer.options == {"cased": True, "strip_accents": False}  # "A" is an ordinary entry
     assert tokenizer.special_tokens == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
@@ -98,11 +98,11 @@ def test_what_a_tokenizer_tells(vocab):
 
 
 def other_rules():
-    """Configurations that the fast path leaves to the crate, each with the reported reason."""
+    """Configurations without a fast path, each with the reported reason."""
     yield "normalizer is not BertNormalizer", lambda its: setattr(its, "normalizer", tokenizers.normalizers.NFKC())
     splitter = tokenizers.pre_tokenizers.Whitespace()
     yield "pre-tokenizer is not BertPreTokenizer", lambda its: setattr(its, "pre_tokenizer", splitter)
-    yield "added tokens, or some that are found in normalized text", lambda its: its.add_tokens(["the tok"])
+    yield "added tokens, or some that match normalized text", lambda its: its.add_tokens(["the tok"])
     twice = tokenizers.processors.TemplateProcessing(single="$A $A", pair="$A $B")
     yield "post-processor may change", lambda its: setattr(its, "post_processor", twice)
 
@@ -110,7 +110,7 @@ def other_rules():
 @pytest.mark.parametrize(
     ("reason", "change"), [*other_rules()], ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_other_rules_go_to_the_crate_and_prepare_says_so(vocab, tmp_path, capfd, reason, change):
+def test_other_rules_use_the_crate_and_prepare_reports_it(vocab, tmp_path, capfd, reason, change):
     saved = oracle(lowercase=True)
     text = "the tokens shard the ﬁrst maskable café"
     saved.add_special_tokens(SPECIAL)
@@ -172,9 +172,13 @@ FORMATS = {
 
 @pytest.mark.parametrize(
     ("name", "compression"),
-    [*((name, "") for name in FORMATS), *((".jsonl", each) for each in (".gz", ".zst", ".xz")), (".parquet", ".gz")],
+    [
+        *((name, "") for name in FORMATS),
+        *((".jsonl", suffix) for suffix in (".gz", ".zst", ".xz")),
+        (".parquet", ".gz"),
+    ],
 )
-def test_every_format_gives_the_same_corpus(vocab, tmp_path, name, compression):
+def test_all_formats_give_the_same_corpus(vocab, tmp_path, name, compression):
     path = tmp_path / f"data{name}{compression}"
     path.write_bytes(COMPRESS[compression](FORMATS[name]()))
     prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
@@ -210,7 +214,7 @@ def test_documents_of_a_text(vocab, tmp_path, text, options, expected):
     assert prepared(tmp_path, vocab, text, **options)[0] == expected
 
 
-def test_files_do_not_run_into_each_other(vocab, tmp_path):
+def test_documents_end_at_the_end_of_a_file(vocab, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for name, text in [("b", "token"), ("a", "the"), ("c", "shard\n")]:
@@ -223,14 +227,14 @@ def test_files_do_not_run_into_each_other(vocab, tmp_path):
     assert [tokenizer.decode(ids) for ids in corpus] == ["the", "token", "shard"]
 
 
-def test_empty_documents_are_counted_and_left_out(vocab, tmp_path):
+def test_empty_documents_are_counted_and_skipped(vocab, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "mask"}\n{"text": ""}\n\n{"text": null}\n{"text": "\\u200b \\n"}\n{"text": "the"}')
     report = prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
     assert (report.num_documents, report.empty_documents) == (2, 3)
 
 
-def test_lines_longer_than_memory_should_hold_give_the_same_ids(vocab, tmp_path):
+def test_very_long_lines_have_the_same_ids(vocab, tmp_path):
     rng = random.Random(2)
     line = " ".join(rng.choice(["tokens", "unable", "café", "東京", "x" * 30, "e\u0301"]) for _ in range(40_000))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": line}))
@@ -240,7 +244,7 @@ def test_lines_longer_than_memory_should_hold_give_the_same_ids(vocab, tmp_path)
     assert from_json.tolist() == from_text.tolist() == Tokenizer(vocab).encode_batch([line])[0].tolist()
 
 
-def test_a_corpus_is_a_sequence(vocab, tmp_path):
+def test_corpus_is_a_sequence(vocab, tmp_path):
     _, corpus = prepared(tmp_path, vocab, b"the\n\ntoken token\n\nshard shard shard\n")
     assert len(corpus) == 3 and corpus.num_tokens == 6 and corpus.shards == [(3, 6)]
     assert corpus[-1].tolist() == corpus[np.int64(2)].tolist() and len(corpus[-1]) == 3
@@ -249,19 +253,19 @@ def test_a_corpus_is_a_sequence(vocab, tmp_path):
     assert corpus.vocab_size == len(VOCAB) and corpus.special_tokens["mask"] == 4
     assert Tokenizer.of(corpus).options == corpus.tokenizer_options
     for outside in (3, -4):
-        with pytest.raises(IndexError, match="of a corpus that has 3"):
+        with pytest.raises(IndexError, match="out of range; the corpus has 3 documents"):
             corpus[outside]
 
 
-def test_another_vocabulary_beside_the_shards(vocab, tmp_path):
+def test_replaced_vocabulary_in_a_corpus_is_refused(vocab, tmp_path):
     prepare(iter(["some text"]), vocab=vocab, out=tmp_path / "shards", progress=False)
     (tmp_path / "shards/vocab.txt").write_text("\n".join(VOCAB[:-1]))
     for opened in (lambda: Tokenizer.of(Corpus(tmp_path / "shards")), lambda: Tokenizer(tmp_path / "shards")):
-        with pytest.raises(InputError, match=r"vocab\.txt: not the one that the corpus.s manifest names"):
+        with pytest.raises(InputError, match=r"vocab\.txt: not the file that the corpus.s manifest describes"):
             opened()
 
 
-def test_token_counts_are_those_of_the_documents(tmp_path):
+def test_token_counts_equal_counts_of_documents(tmp_path):
     unused = [f"unused{n}" for n in range(70_000)]  # ids of four bytes
     (tmp_path / "vocab.txt").write_text("\n".join(VOCAB + unused))
     prepare(iter([*DOCUMENTS, "[MASK] \u0e01"]), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", progress=False)
@@ -269,26 +273,26 @@ def test_token_counts_are_those_of_the_documents(tmp_path):
     counts = corpus.token_counts()
     assert counts.dtype == np.int64 and counts.sum() == corpus.num_tokens
     assert np.array_equal(counts, np.bincount(np.concatenate(list(corpus)), minlength=len(VOCAB + unused)))
-    assert counts[1] > 0 and not counts[[0, 2, 3, 4]].any()  # of the special tokens, only [UNK] is stored
+    assert counts[1] > 0 and not counts[[0, 2, 3, 4]].any()  # [UNK] is the only special token that is stored
 
 
 BAD_FILES = {
     "bad.txt": (b"fine\nab\xffc\n", r"bad\.txt: invalid UTF-8 at byte 7 of the text.*--invalid-utf8 replace"),
     "no-mark.jsonl": ('{"text": "мир"}\n'.encode("utf-16-be"), r"UTF-16 without a byte .* iconv -f UTF-16BE -t UTF-8"),
     "bad.jsonl": (b'{"text": "a"}\n\n{"text": "b}\n', r"bad\.jsonl: line 3, column \d+: broken JSON: EOF"),
-    "field.jsonl": (b'{"body": "a", "id": 3}\n', r'line 1: no text field "text"; there are: body, id'),
-    "cut.txt.gz": (gzip.compress(b"token " * 999)[:-9], r"cut\.txt\.gz: the gzip data is cut off"),
-    "cut.txt.zst": (zstd(b"token " * 999)[:-3], r"cut\.txt\.zst: the zstd data is cut off"),
-    "cut.txt.xz": (lzma.compress(b"token " * 999)[:-9], r"cut\.txt\.xz: the xz data is cut off"),
+    "field.jsonl": (b'{"body": "a", "id": 3}\n', r'line 1: no text field "text"; available: body, id'),
+    "cut.txt.gz": (gzip.compress(b"token " * 999)[:-9], r"cut\.txt\.gz: the gzip data is truncated"),
+    "cut.txt.zst": (zstd(b"token " * 999)[:-3], r"cut\.txt\.zst: the zstd data is truncated"),
+    "cut.txt.xz": (lzma.compress(b"token " * 999)[:-9], r"cut\.txt\.xz: the xz data is truncated"),
     "not.txt.gz": (b"plain text", r"not\.txt\.gz: is not gzip data"),
     "bad.parquet": (b"PAR1 no", r"bad\.parquet: cannot be read as Parquet"),
     "bad.arrow": (b"no", r"bad\.arrow: cannot be read as Arrow"),
-    "what.pdf": (b"x", r"what\.pdf: unknown kind of file; known are \.txt"),
+    "page.pdf": (b"x", r"page\.pdf: unknown kind of file; supported: \.txt"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files_are_named(vocab, tmp_path, name):
+def test_bad_files_are_reported_by_name(vocab, tmp_path, name):
     data, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message) as caught:
@@ -298,9 +302,9 @@ def test_bad_files_are_named(vocab, tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "encoding"), [("a.txt", "utf-16"), ("a.jsonl.xz", "utf-16-be")])
-def test_utf_16_is_read_as_utf_8_is(vocab, tmp_path, name, encoding):
+def test_utf_16_gives_the_same_text_as_utf_8(vocab, tmp_path, name, encoding):
     texts = ["tokens 😀 un\nmask", "able shard"]
-    text = "".join(json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in texts)
+    text = "".join(json.dumps({"text": line}, ensure_ascii=False) + "\n" for line in texts)
     text = text if "jsonl" in name else "\r\n\r\n".join(texts)
     pack = lzma.compress if name.endswith("xz") else bytes
     for out, data in {"8": text.encode(), "16": ("\ufeff" * (encoding != "utf-16") + text).encode(encoding)}.items():
@@ -313,12 +317,12 @@ def test_utf_16_is_read_as_utf_8_is(vocab, tmp_path, name, encoding):
     assert (tmp_path / "16/v.json").read_bytes() == (tmp_path / "8/v.json").read_bytes()
 
 
-def test_a_table_without_text(vocab, tmp_path):
+def test_table_without_text_is_refused(vocab, tmp_path):
     for name, table, message in [
-        ("numbers", {"text": [1]}, "no column holds strings"),
-        ("other", {"body": ["a"], "n": [1]}, 'no text field "text"; there are: body'),
-        ("kind", {"text": [1], "body": ["a"]}, 'column "text" is Int64, not a string; columns of strings are: body'),
-        ("list", {"text": [["a"]], "map": pa.array([[("a", "b")]], pa.map_("string", "string"))}, "no column holds"),
+        ("numbers", {"text": [1]}, "no column of strings"),
+        ("other", {"body": ["a"], "n": [1]}, 'no text field "text"; available: body'),
+        ("kind", {"text": [1], "body": ["a"]}, 'column "text" is Int64, not a string; columns of strings: body'),
+        ("list", {"text": [["a"]], "map": pa.array([[("a", "b")]], pa.map_("string", "string"))}, "no column of"),
     ]:
         path = tmp_path / f"{name}.parquet"
         pq.write_table(pa.table(table), path)
@@ -326,7 +330,7 @@ def test_a_table_without_text(vocab, tmp_path):
             prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)
 
 
-def test_inputs_and_corpora_that_are_not_there(vocab, tmp_path):
+def test_missing_inputs_and_corpora(vocab, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/picture.png").write_bytes(b"x")
     for name, error, message in (

@@ -38,13 +38,13 @@ def test_report_and_inspect_count_unknown_tokens_and_tokens_per_word(vocab, tmp_
     assert shown["unknown_share"] == 1 / 10 and shown["tokens_per_word"] == 10 / 8
 
 
-def test_unknown_words_are_counted_and_named(tmp_path):
+def test_unknown_words_are_counted_and_listed(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "un", "##able", "."]))
-    found = _data.text_coverage(_data.Tokenizer(str(tmp_path / "vocab.txt")), ["unable. 好 Grün", "好 好, un"])
-    assert found == (9, 5, 8, [("好", 3), (",", 1), ("Grün", 1)])
+    counts = _data.text_coverage(_data.Tokenizer(str(tmp_path / "vocab.txt")), ["unable. 好 Grün", "好 好, un"])
+    assert counts == (9, 5, 8, [("好", 3), (",", 1), ("Grün", 1)])
 
 
-def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_path, capfd):
+def test_chinese_with_an_english_vocabulary_warns_before_and_after(vocab, tmp_path, capfd):
     (tmp_path / "a.txt").write_text(CHINESE)
     report = prepare([tmp_path / "a.txt"], vocab=vocab, out=tmp_path / "out", cased=False)
     lines = capfd.readouterr().err.splitlines()
@@ -53,7 +53,7 @@ def test_chinese_with_an_english_vocabulary_is_told_before_and_after(vocab, tmp_
     assert lines == lines[:1] * 2 and "100.00% [UNK]" in str(report)
 
 
-def test_a_stream_of_documents_is_sampled_and_loses_none(vocab, tmp_path, capfd):
+def test_stream_of_documents_is_sampled_without_loss(vocab, tmp_path, capfd):
     asked = []
 
     def documents():
@@ -68,8 +68,8 @@ def test_a_stream_of_documents_is_sampled_and_loses_none(vocab, tmp_path, capfd)
     assert same.content_hash == report.content_hash
 
 
-def test_files_all_over_the_input_are_sampled(vocab, tmp_path, capfd):
-    """The first documents are fine; errors in others are raised by the run, not by the sample."""
+def test_sample_covers_the_whole_input(vocab, tmp_path, capfd):
+    """The first documents are fine; the run, not the sample, raises the errors of the others."""
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_text(CHINESE if number > 20 else "the cat")
     (tmp_path / "30.txt").write_bytes(b"cat \xff")
@@ -96,8 +96,8 @@ def test_tokenizers_without_a_prefix_have_no_fertility(tmp_path):
         ("한국어 한글", ""),
     ],
 )
-def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, capfd, text, said):
-    """Only where it drops them, and not for a rare foreign word: in English, that is nothing to warn about."""
+def test_dropped_accents_are_reported_with_merged_words(tmp_path, capfd, text, said):
+    """Only if the vocabulary drops accents, and not for a rare foreign word in English."""
     (tmp_path / "a.txt").write_text(f"{text}\n\n" * 40, encoding="utf-8")
     for name, strip in [("kept", False), ("dropped", True)]:
         ef.vocab([tmp_path / "a.txt"], out=tmp_path / name / "vocab.txt", strip_accents=strip, progress=False)
@@ -110,7 +110,7 @@ def test_accents_that_a_vocabulary_drops_are_told_with_what_merges(tmp_path, cap
             assert said in lines[0] and "`electra-fast vocab` without --strip-accents" in lines[0]
 
 
-def test_decomposed_text_is_told(tmp_path, capfd):
+def test_decomposed_text_is_reported(tmp_path, capfd):
     for form, text in [("NFC", "Việt Nam không ở đây"), ("NFD", "Việt Nam không ở đây"), ("NFD", "한국어")]:
         text = unicodedata.normalize(form, text)
         ef.vocab(iter([text] * 20), out=tmp_path / f"{form}{len(text)}.json")
@@ -126,7 +126,7 @@ def test_decomposed_text_is_told(tmp_path, capfd):
         (["the", "cat"], "The CAT", "the vocabulary knows these words in lower case: prepare with --uncased"),
     ],
 )
-def test_the_cause_of_unknown_words_is_named(tmp_path, capfd, entries, text, cause):
+def test_cause_of_unknown_words_is_reported(tmp_path, capfd, entries, text, cause):
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, *entries]), encoding="utf-8")
     prepare(iter([text] * 20), vocab=tmp_path / "vocab.txt", out=tmp_path / "out", cased=True)
     said = capfd.readouterr().err

@@ -30,14 +30,14 @@ def append(path):
 
 
 CHANGES = {
-    "grows": (append, r"went from \d+ to \d+ bytes"),
-    "changes": (rewrite, "was written to"),
+    "grows": (append, r"changed from \d+ to \d+ bytes"),
+    "changes": (rewrite, "was modified"),
     "disappears": (lambda path: path.unlink(), "disappeared"),
 }
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
+def test_input_that_changes_during_the_run_is_refused(vocab, tmp_path, how):
     change, message = CHANGES[how]
     path = tmp_path / "a.txt"
     out = tmp_path / "out"
@@ -50,14 +50,14 @@ def test_an_input_that_changes_under_the_run_is_refused(vocab, tmp_path, how):
         calls.append(1)
 
     tokenizer = _data.Tokenizer(str(vocab))
-    with pytest.raises(ValueError, match=rf"a\.txt: {message} while it was in use; run again"):
+    with pytest.raises(ValueError, match=rf"a\.txt: {message} while in use; run again"):
         _data.prepare(tokenizer, str(out), files=[str(path)], text_fields=["text"], threads=1, progress=once)
     assert not (out / "manifest.json").exists() and not list(out.glob("shard-*"))
     path.write_text("w3 w4")
     assert prepare([path], vocab=vocab, out=out, progress=False).num_tokens == 2
 
 
-# Without capabilities, even root may not write where the mode forbids it.
+# Without capabilities, even root may not write to a folder whose mode forbids it.
 POWERLESS = f"""{IMPORT}
 import ctypes
 header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
@@ -74,7 +74,7 @@ assert prepare([text], vocab=vocab, out=corpus, progress=False).already_complete
 
 
 @pytest.mark.process
-def test_a_read_only_folder(vocab, tmp_path):
+def test_read_only_folder_is_reported(vocab, tmp_path):
     (tmp_path / "a.txt").write_text("w1")
     folder = tmp_path / "folder"
     corpus = tmp_path / "corpus"
@@ -89,7 +89,7 @@ def test_a_read_only_folder(vocab, tmp_path):
         path.chmod(0o755)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all("nothing can be written there; choose another --out" in line for line in lines)
+    assert len(lines) == 2 and all("not writable; choose another --out" in line for line in lines)
     assert contents(folder) == {} and contents(corpus) == before
 
 
@@ -97,17 +97,17 @@ SPECIAL = {"manifest.json": "pipe", "shard-000000-000.tokens": "device", "vocab.
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_a_corpus_with_a_pipe_or_device_in_it_is_an_error_at_once(vocab, tmp_path, name):
+def test_pipe_or_device_in_a_corpus_is_an_immediate_error(vocab, tmp_path, name):
     special = SPECIAL[name]
     (tmp_path / "a.txt").write_text("w1 w2\n")
     out = tmp_path / "out"
     prepare([tmp_path / "a.txt"], vocab=vocab, out=out, progress=False)
     (out / name).unlink()
     if special == "pipe":
-        os.mkfifo(out / name)  # nobody writes: to open it would wait forever
+        os.mkfifo(out / name)  # without a writer, opening it would block forever
     else:
         (out / name).symlink_to("/dev/zero")
-    message = rf"{name}: .*a {special}, where a regular file is needed"
+    message = rf"{name}: .*a {special}: must be a regular file"
     readers = (verify, inspect, Corpus) if name == "manifest.json" else (verify,)
     for read in readers:
         with pytest.raises((OSError, ValueError), match=message):
@@ -118,7 +118,7 @@ def test_a_corpus_with_a_pipe_or_device_in_it_is_an_error_at_once(vocab, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])
-def test_an_input_that_cannot_be_a_pipe_or_device_is_one_line(vocab, tmp_path, name):
+def test_pipe_or_device_as_input_is_refused_in_one_line(vocab, tmp_path, name):
     (tmp_path / "in").mkdir()
     (tmp_path / f"in/{name}").symlink_to("/dev/zero")
     inputs = [tmp_path / "in"]
@@ -126,5 +126,5 @@ def test_an_input_that_cannot_be_a_pipe_or_device_is_one_line(vocab, tmp_path, n
         os.mkfifo(tmp_path / "b.parquet")
         inputs.append(tmp_path / "b.parquet")
     for path in inputs:
-        with pytest.raises(InputError, match=r"\w+: a (pipe|device), where a regular file is needed; copy"):
+        with pytest.raises(InputError, match=r"\w+: a (pipe|device): must be a regular file; copy"):
             prepare([path], vocab=vocab, out=tmp_path / "out", progress=False)

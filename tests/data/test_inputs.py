@@ -51,7 +51,7 @@ def save_splits(folder, **splits):
     return folder
 
 
-def test_a_saved_dataset_is_read_by_its_own_list(vocab, tmp_path, capfd):
+def test_saved_dataset_is_read_by_its_list_of_files(vocab, tmp_path, capfd):
     saved = save(tmp_path / "saved", TEXTS)
     write_stream(saved / "cache-1234.arrow", pa.table({"text": ["w99"] * 9999}))
     report = prepare([saved], vocab=vocab, out=tmp_path / "out")
@@ -59,10 +59,10 @@ def test_a_saved_dataset_is_read_by_its_own_list(vocab, tmp_path, capfd):
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash
     assert (report.num_files, report.skipped_files, report.skipped_splits) == (2, 1, ())
     said = capfd.readouterr().err
-    assert "1 files of other kinds were passed over" in said and "bytes" not in said
+    assert "skipped 1 files with unknown extensions" in said and "bytes" not in said
 
 
-def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path):
+def test_saved_dataset_without_a_file_or_train_split_is_refused(vocab, tmp_path):
     saved = save(tmp_path / "in/saved", TEXTS)
     (saved / "data-00001-of-00002.arrow").unlink()
     splits = save_splits(tmp_path / "splits", a=["w1"], b=["w2"])
@@ -70,27 +70,30 @@ def test_a_saved_dataset_without_a_file_or_without_a_train_split(vocab, tmp_path
     indexed = save(tmp_path / "indexed", TEXTS)
     (broken / "state.json").write_text('{"_data_files": 3}')
     (indexed / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}')
-    lost = r"state\.json: names .*data-00001-of-00002\.arrow, which is missing"
+    lost = r"state\.json: lists .*data-00001-of-00002\.arrow, which is missing"
     for folder, message in (
         (saved, lost),
         (saved.parent, lost),
-        (broken, r"state\.json: not what `save_to_disk` writes .*; get the whole folder again"),
+        (broken, r"state\.json: not written by `save_to_disk` .*; download the whole folder again"),
         (indexed, r"state\.json: the dataset selects rows by an index; .*flatten_indices"),
-        (splits, r"dataset_dict\.json: no split is called train; name one \(a, b\) as"),
+        (splits, r"dataset_dict\.json: no split train; pass one of a, b as"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare([folder], vocab=vocab, out=tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
 
-def test_of_saved_splits_train_is_read(vocab, tmp_path, capfd):
+def test_train_is_read_of_saved_splits(vocab, tmp_path, capfd):
     saved = save_splits(tmp_path / "saved", test=["w1"], train=["w2", "w3"], validation=["w4"])
     report = prepare([saved], vocab=vocab, out=tmp_path / "train")
     assert texts_of(tmp_path / "train") == ["w2", "w3"]
     assert report.skipped_splits == ("test", "validation")
     only = save_splits(tmp_path / "only", all=TEXTS)
     assert prepare(only, vocab=vocab, out=tmp_path / "all", progress=False).num_documents == len(TEXTS)
-    assert "only train was read, not test, validation: name their folders" in capfd.readouterr().err
+    assert (
+        "only split train of saved datasets was read, not test, validation; pass their folders"
+        in capfd.readouterr().err
+    )
     prepare([saved / "test", saved / "validation"], vocab=vocab, out=tmp_path / "others", progress=False)
     assert texts_of(tmp_path / "others") == ["w1", "w4"]
 
@@ -106,7 +109,7 @@ def feather(texts):
 
 
 def long_window(data):
-    """A zstd frame with a window of 2 GiB and one block, which is stored as it is."""
+    """A zstd frame with a window of 2 GiB and one uncompressed block."""
     return b"\x28\xb5\x2f\xfd\0\xa8" + (len(data) << 3 | 1).to_bytes(3, "little") + data
 
 
@@ -136,7 +139,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_of_another_tool_is_read_whole(vocab, tmp_path, capfd, name):
+def test_folder_of_another_tool_is_read_completely(vocab, tmp_path, capfd, name):
     for path, content in FOLDERS[name].items():
         path = tmp_path / "in" / path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +151,7 @@ def test_a_folder_of_another_tool_is_read_whole(vocab, tmp_path, capfd, name):
     assert report.skipped_files == (name == "c4") and "warning" not in capfd.readouterr().err
 
 
-def test_a_folder_most_of_which_is_passed_over_is_a_warning(vocab, tmp_path, capfd):
+def test_mostly_skipped_folder_is_a_warning(vocab, tmp_path, capfd):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "README.txt").write_text("w1 w2\n")
@@ -156,11 +159,11 @@ def test_a_folder_most_of_which_is_passed_over_is_a_warning(vocab, tmp_path, cap
     prepare(folder, vocab=vocab, out=tmp_path / "out")
     ef.vocab(folder, out=tmp_path / "v/vocab.txt", size=100, min_frequency=1)
     said = capfd.readouterr().err
-    assert len(re.findall(r"warning: \d\d% of the input's bytes are in 1 files of other .* \(\.csv\.gz\)", said)) == 2
-    with pytest.raises(ValueError, match=r"line 1: no text field \"text\"; there are: review.body, review.title"):
+    assert len(re.findall(r"warning: \d\d% of the input's bytes are in 1 skipped files .* \(\.csv\.gz\)", said)) == 2
+    with pytest.raises(ValueError, match=r"line 1: no text field \"text\"; available: review.body, review.title"):
         (folder / "b.json").write_text(json.dumps({"review": {"body": "w1", "title": "w2"}}) + "\n")
         prepare(folder / "b.json", vocab=vocab, out=tmp_path / "none", progress=False)
-    with pytest.raises(ValueError, match=r"No files matched .*\(1 were found, .* \.json without the text field title"):
+    with pytest.raises(ValueError, match=r"No files matched .*\(found 1 of other kinds or \.json without the text"):
         prepare(str(folder / "*.json"), vocab=vocab, out=tmp_path / "none", text="title", progress=False)
 
 
@@ -182,7 +185,7 @@ def test_dots_lead_into_objects_and_structs(vocab, tmp_path, name):
     report = prepare(inputs, out=tmp_path / "out", text="review.by.name, review.body", **options)
     prepare((f"w1\n{text}" for text in TEXTS), out=tmp_path / "plain", **options)
     assert report.content_hash == Corpus(tmp_path / "plain").content_hash and report.empty_documents == 1
-    error = "document 0: no field" if name == "memory" else "there are: (n, )?review.body, review.by"
+    error = "document 0: no field" if name == "memory" else "available: (n, )?review.body, review.by"
     with pytest.raises(ValueError, match=error):
         prepare(inputs, out=tmp_path / "none", text="review.text", **options)
 
@@ -194,7 +197,7 @@ SURROGATES = [r"\ud83d", r"\uDE00", r"\ud83d\ude00"]
 
 
 def random_json(rng, depth=0):
-    """Mostly JSON, with what only Python's `json` reads and what nothing reads."""
+    """Mostly JSON, with values that only Python's `json` accepts, and invalid ones."""
 
     def text():
         pieces = rng.choices(STRINGS + 2 * SURROGATES, [9] * 10 + [1] * 2 + [4] * 6, k=rng.randint(0, 3))
@@ -214,7 +217,7 @@ def random_json(rng, depth=0):
 
 
 def python_text(line, field, replaced):
-    """The text of a record by Python's `json`; None if there is none."""
+    """The text of a record according to Python's `json`, or None."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -235,7 +238,7 @@ def python_text(line, field, replaced):
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["text", "a.b"])
 @pytest.mark.parametrize("invalid_utf8", ["error", "replace"])
-def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
+def test_json_is_read_like_python(vocab, tmp_path, field, invalid_utf8):
     rng = random.Random(field + invalid_utf8)
     lines = [random_json(rng) for _ in range(5_000)]
     texts = [python_text(line, field, invalid_utf8 == "replace") for line in lines]
@@ -255,7 +258,7 @@ def test_json_is_read_as_python_reads_it(vocab, tmp_path, field, invalid_utf8):
         assert report.content_hash == Corpus(tmp_path / "plain").content_hash
 
 
-def test_several_columns_are_joined_by_line_ends_and_nulls_counted_wherever_they_are(vocab, tmp_path):
+def test_columns_are_joined_with_line_ends_and_nulls_are_counted(vocab, tmp_path):
     titles = ["w1", None, "w2", None]
     bodies = ["w3 w4", "w5", None, None]
     table = pa.table({"body": pa.array(bodies, pa.string_view()), "n": [1, 2, 3, 4], "title": titles})
@@ -273,7 +276,7 @@ def test_several_columns_are_joined_by_line_ends_and_nulls_counted_wherever_they
     assert (report.num_documents, report.empty_documents) == (2, 4)
 
 
-def test_a_long_batch_of_a_dictionary_takes_no_longer(vocab, tmp_path):
+def test_long_dictionary_batch_takes_linear_time(vocab, tmp_path):
     """Quadratic work would take minutes."""
     array = pa.array(["w1", "w2"] * 150_000).dictionary_encode()
     write_stream(tmp_path / "a.arrow", pa.table({"text": array}), rows=len(array))
@@ -282,7 +285,7 @@ def test_a_long_batch_of_a_dictionary_takes_no_longer(vocab, tmp_path):
 
 
 @pytest.mark.parametrize("open_writer", [pa.ipc.new_stream, pytest.param(pa.ipc.new_file, marks=pytest.mark.slow)])
-def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_writer):
+def test_truncated_arrow_file_loses_no_row_silently(vocab, tmp_path, open_writer):
     whole = tmp_path / "whole.arrow"
     cut = tmp_path / "cut.arrow"
     write_stream(whole, pa.table({"text": TEXTS[:6]}), rows=2, open_writer=open_writer)
@@ -290,7 +293,7 @@ def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_
     complete = data.rindex(b"\xff\xff\xff\xff\0\0\0\0") + 8  # the end marker is followed by the file's index
     for length in range(0, complete, 8):
         cut.write_bytes(data[:length])
-        with pytest.raises(ValueError, match=r"cut\.arrow: cannot be read as Arrow .*get the file again"):
+        with pytest.raises(ValueError, match=r"cut\.arrow: cannot be read as Arrow .*download the file again"):
             prepare([cut], vocab=vocab, out=tmp_path / "out", progress=False)
     cut.write_bytes(data[:complete])
     assert prepare([cut], vocab=vocab, out=tmp_path / "out", progress=False).num_documents == 6
@@ -298,7 +301,7 @@ def test_an_arrow_file_cut_anywhere_loses_no_row_silently(vocab, tmp_path, open_
 
 @pytest.mark.parametrize("is_dictionary", [False, True])
 @pytest.mark.parametrize(("codec", "open_writer"), [("lz4", pa.ipc.new_stream), ("zstd", pa.ipc.new_file)])
-def test_a_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, codec, open_writer, is_dictionary):
+def test_compressed_batch_cannot_fill_the_memory(vocab, tmp_path, codec, open_writer, is_dictionary):
     """Each buffer begins with its decompressed length, which is trusted up to a bound."""
     array = pa.array(["w1 w2 " * 500])
     array = array.dictionary_encode() if is_dictionary else array
@@ -327,7 +330,7 @@ print(report["num_documents"], int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self
 @pytest.mark.process
 @pytest.mark.parametrize("use_dictionary", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_rows_of_a_parquet_file(vocab, tmp_path, use_dictionary):
-    """A dictionary makes 150 rows of 1 MB of a file of some 100 bytes."""
+    """With a dictionary, a file of about 100 bytes has 150 rows of 1 MB."""
     table = pa.table({"text": ["w1 w2" + " " * 1_000_000] * 150})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=use_dictionary, write_batch_size=1)
     command = [sys.executable, "-c", PEAK, tmp_path / "a.parquet", vocab, tmp_path / "out", ":".join(sys.path)]
@@ -352,7 +355,7 @@ class Frame(Rows):
     ndim = 2
 
 
-def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
+def test_rows_of_a_dataset_are_read(vocab, tmp_path):
     dataset = Rows({"text": "w1", "title": "w2"}, {"text": None, "title": "w3"}, {"text": "w4\nw5", "title": "w6"})
     for name, rows in (("dataset", dataset), ("list", list(dataset))):
         prepare(rows, vocab=vocab, out=tmp_path / name, text="title,text", progress=False)
@@ -364,14 +367,14 @@ def test_rows_of_a_dataset_give_their_text(vocab, tmp_path):
     assert "w1" in (tmp_path / "words" / "words.txt").read_text().split()
 
 
-def test_a_list_is_of_paths_unless_a_string_cannot_be_one(vocab, tmp_path):
+def test_list_has_paths_unless_a_string_cannot_be_a_path(vocab, tmp_path):
     (tmp_path / "a.txt").write_text("w1")
     longest = "w2 " * 1366
     for number, inputs in enumerate([["w1", "w2\nw3"], ("w1", longest), "w1\nw2"]):
         prepare(inputs, vocab=vocab, out=tmp_path / str(number), progress=False)
     assert [len(Corpus(tmp_path / str(number))) for number in range(3)] == [2, 2, 1]
     for inputs in (["w1 w2", "w3"], [str(tmp_path / "a.txt"), "w3"], "w3"):
-        with pytest.raises(FileNotFoundError, match=r"^w\d.*: not found; for documents .* add kind='documents'$"):
+        with pytest.raises(FileNotFoundError, match=r"^w\d.*: not found; to pass documents .* add kind='documents'$"):
             prepare(inputs, vocab=vocab, out=tmp_path / "none", progress=False)
     assert not (tmp_path / "none").exists()
 
@@ -379,26 +382,26 @@ def test_a_list_is_of_paths_unless_a_string_cannot_be_one(vocab, tmp_path):
 @pytest.mark.parametrize(
     ("inputs", "kind", "message"),
     [
-        ({"train": [], "test": []}, "auto", r"^inputs is a dict of train, test; give one .*inputs\['train'\]$"),
-        (Frame("text", "label"), "auto", r"^inputs is a Frame of text, label; give one of them"),
-        ({"train": []}, "documents", r"^inputs is a dict of train; give one"),
-        (None, "auto", r"^inputs is None \(NoneType\): give a path"),
-        (iter(["w1", 5]), "auto", r"^document 1 is 5 \(int\), not a str$"),
-        (["w1\n", None], "auto", r"^document 1 is None \(NoneType\), not a str$"),
-        (["a.txt", 5], "auto", r"^inputs\[1\] is 5 \(int\): give paths, or text with kind='documents'$"),
-        (iter([{"text": ["w2"]}]), "auto", r"^document 0: field 'text' is \['w2'\] \(list\), not a str$"),
+        ({"train": [], "test": []}, "auto", r"^inputs is a dict of train, test; pass one .*inputs\['train'\]$"),
+        (Frame("text", "label"), "auto", r"^inputs is a Frame of text, label; pass one of them"),
+        ({"train": []}, "documents", r"^inputs is a dict of train; pass one"),
+        (None, "auto", r"^inputs = None \(NoneType\): must be a path"),
+        (iter(["w1", 5]), "auto", r"^document 1 = 5 \(int\): must be a str$"),
+        (["w1\n", None], "auto", r"^document 1 = None \(NoneType\): must be a str$"),
+        (["a.txt", 5], "auto", r"^inputs\[1\] = 5 \(int\): must be a path; for text, pass kind='documents'$"),
+        (iter([{"text": ["w2"]}]), "auto", r"^document 0: field 'text' = \['w2'\] \(list\): must be a str$"),
     ],
 )
-def test_what_is_no_text_is_named(vocab, tmp_path, inputs, kind, message):
+def test_other_types_than_text_are_reported(vocab, tmp_path, inputs, kind, message):
     with pytest.raises(TypeError, match=message):
         prepare(inputs, vocab=vocab, out=tmp_path / "out", kind=kind, progress=False)
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_a_row_whose_text_cannot_be_used_is_named(vocab, tmp_path):
-    half = r"^document 1: half of a surrogate pair, .* with invalid_utf8='replace'$"
+def test_row_with_unusable_text_is_reported(vocab, tmp_path):
+    half = r"^document 1: unpaired surrogate; .* with invalid_utf8='replace'$"
     for inputs, message in (
-        (Rows({"body": "w1", "id": 1}), r"^document 0: no field 'text'; there are: body, id; choose with text$"),
+        (Rows({"body": "w1", "id": 1}), r"^document 0: no field 'text'; available: body, id; choose one with text$"),
         (Rows({"text": "w1"}, {"text": "w2\ud83d"}), half),
         (iter(["w1", "\ude00\ud83d"]), half),
     ):

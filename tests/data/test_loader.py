@@ -1,6 +1,6 @@
 """BatchLoader through Python: bytes, masks, ranks, resuming, tensors, errors.
 
-What rows and masks are is tested in the crate.
+The crate's tests cover the content of rows and masks.
 """
 
 import gc
@@ -47,7 +47,7 @@ def open_loader(corpus):
     return open_with
 
 
-def test_the_repr_says_what_comes_and_where_it_stands(open_loader, corpus):
+def test_repr_has_options_and_position(open_loader, corpus):
     loader = open_loader(rank=1, world_size=2)
     rows = f"23 rows of {LENGTH} tokens, best-fit packing, with-repeats masking of 15%, part 1 of 2"
     assert repr(loader) == f"BatchLoader({str(corpus)!r}): {rows}; at epoch 0"
@@ -55,12 +55,12 @@ def test_the_repr_says_what_comes_and_where_it_stands(open_loader, corpus):
     assert 0 < float(repr(loader).rpartition(" ")[2]) < 1
 
 
-def test_the_defaults_are_those_of_a_configuration():
-    """But for the lanes and the cache, which a run decides."""
+def test_defaults_equal_the_configuration():
+    """Except lanes and cache, which a run decides."""
     keys = vars(Config().data) | vars(Config().train)
     for function, num_shared in ((BatchLoader, 9), (inspect, 5)):
         parameters = signature(function).parameters.values()
-        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+        defaults = {option.name: option.default for option in parameters if option.default is not option.empty}
         shared = {name: value for name, value in defaults.items() if name in keys.keys() - {"lanes", "cache_dir"}}
         assert shared == {name: keys[name] for name in shared} and len(shared) >= num_shared
 
@@ -75,20 +75,20 @@ def digest(batches):
     return sha.hexdigest()
 
 
-# In this corpus each token is a word and each document a line: cuts at words are those of the batches with repeats.
+# In this corpus each token is a word and each document a line: cuts at words give the batches with repeats.
 OPTIONS = [{"masking": masking} for masking in ("tokens", "with-repeats", "80-10-10", "whole-word", "span")]
 OPTIONS += [{"cut_at": "word"}, {"cut_at": "line"}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_bytes_of_batches_are_fixed(open_loader, options):
+def test_batches_have_fixed_bytes(open_loader, options):
     # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parents[1] / "golden" / "batches.txt").read_text().splitlines()
     name = options.get("masking") or f"cut_at={options['cut_at']}"
     assert f"{name} {digest(list(open_loader(epochs=2, **options)))}" in golden
 
 
-def test_ranks_and_threads_share_the_global_batches(open_loader):
+def test_global_batches_do_not_depend_on_ranks_and_threads(open_loader):
     whole = list(open_loader(epochs=2, cache_bytes=2**64 - 1))
     ranks = [open_loader(epochs=2, rank=rank, world_size=3, num_threads=1 + rank, prefetch=7) for rank in range(3)]
     for number, batch in enumerate(whole):
@@ -99,14 +99,14 @@ def test_ranks_and_threads_share_the_global_batches(open_loader):
     assert all(next(rank, None) is None for rank in ranks)
 
 
-def test_rows_of_a_batch_are_those_of_a_rank(open_loader):
+def test_rows_of_a_batch_equal_a_ranks_batch(open_loader):
     whole = to_torch(next(open_loader()))
     part = to_torch(next(open_loader(rank=1, world_size=3)))
-    found = rows_of(whole, range(23 // 3, 2 * 23 // 3))
-    assert found.keys() == part.keys() and all(torch.equal(found[name], part[name]) for name in part)
+    rows = rows_of(whole, range(23 // 3, 2 * 23 // 3))
+    assert rows.keys() == part.keys() and all(torch.equal(rows[name], part[name]) for name in part)
 
 
-def test_a_state_fits_another_batch_size_and_world(open_loader):
+def test_state_allows_another_batch_size_and_world_size(open_loader):
     def resumed(**changes):
         loader = open_loader(**changes)
         loader.restore(json.loads(text))
@@ -123,27 +123,27 @@ def test_a_state_fits_another_batch_size_and_world(open_loader):
     beyond = "beyond the end of the corpus or of its epochs"
     before = loader.state()
     for wrong, message in (
-        ({}, "give what state.. returned, unchanged"),
+        ({}, "pass the unchanged result of state"),
         ({"corpora": []}, "missing field `seed`"),
         ({"corpora": 1}, "invalid type"),
         (before | {"row": -1}, "invalid value"),
         (before | {"x": 1}, "unknown field"),
-        (before | {"seed": 6}, 'saved with seed "6" but this loader has "5"; create the loader with the same settings'),
-        (before | {"options": "cut_at=line"}, 'saved with options "cut_at=line" but this loader has "sequence_length='),
-        (before | {"corpus": "0f"}, 'saved with corpus "0f" but this loader has "'),
-        (before | {"epoch": 3}, f"epoch 3 is {beyond}"),
-        (before | {"epoch": 2**32 - 1}, f"epoch 4294967295 is {beyond}"),
-        (before | {"epoch": 0, "group": 9}, f"group 9 is {beyond}"),
-        (before | {"epoch": 0, "group": 2**32 - 1}, f"group 4294967295 is {beyond}"),
-        (before | {"epoch": 0, "row": 99_999}, f"row 99999 is {beyond}"),
-        (before | {"epoch": 0, "row": 2**64 - 1}, f"row 18446744073709551615 is {beyond}"),
+        (before | {"seed": 6}, 'seed = "6", but this loader has "5"; create the loader with the same settings'),
+        (before | {"options": "cut_at=line"}, 'options = "cut_at=line", but this loader has "sequence_length='),
+        (before | {"corpus": "0f"}, 'corpus = "0f", but this loader has "'),
+        (before | {"epoch": 3}, f"epoch = 3: {beyond}"),
+        (before | {"epoch": 2**32 - 1}, f"epoch = 4294967295: {beyond}"),
+        (before | {"epoch": 0, "group": 9}, f"group = 9: {beyond}"),
+        (before | {"epoch": 0, "group": 2**32 - 1}, f"group = 4294967295: {beyond}"),
+        (before | {"epoch": 0, "row": 99_999}, f"row = 99999: {beyond}"),
+        (before | {"epoch": 0, "row": 2**64 - 1}, f"row = 18446744073709551615: {beyond}"),
     ):
         with pytest.raises(ValueError, match=f"^state: .*{message}"):
             loader.restore(wrong)
         assert loader.state() == before
 
 
-def test_the_longest_state_is_short_and_has_its_first_form(open_loader):
+def test_longest_state_is_short_and_keeps_its_format(open_loader):
     state = open_loader(
         sequence_length=32_768, mask_prob=1 / 3, seed=2**63 - 1, masking="whole-word", cut_at="line", batch_size=1
     ).state()
@@ -156,25 +156,25 @@ def test_the_longest_state_is_short_and_has_its_first_form(open_loader):
     assert open_loader().state()["options"] == usual
 
 
-def test_a_rank_needs_the_lanes_that_its_rows_come_from(folder_of_lanes):
+def test_rank_needs_the_lanes_of_its_rows(folder_of_lanes):
     first, second = (
         BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8, lanes=4, rank=rank, world_size=2)
         for rank in (0, 1)
     )
-    with pytest.raises(ValueError, match=r"^state: has no lane 2; merge the states of all ranks \(merge_states\)$"):
+    with pytest.raises(ValueError, match=r"^state: lane 2 is missing; merge the states of all ranks \(merge_states\)$"):
         second.restore(first.state())
     first.restore(merge_states([first.state(), second.state()]))
     before = first.state()
     next(first)
     with pytest.raises(ValueError, match="^states of different loaders or batches cannot be merged: "):
         merge_states([before, first.state()])
-    with pytest.raises(ValueError, match="^there is no state to merge"):
+    with pytest.raises(ValueError, match="^no states to merge"):
         merge_states([])
     with pytest.raises(ValueError, match='packing=best-fit" but this loader has ".* lanes=4"'):
         first.restore(BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8).state())
 
 
-def test_tensors_have_their_shapes_and_share_memory(open_loader):
+def test_tensors_have_documented_shapes_and_share_memory(open_loader):
     batch = next(open_loader(masking="tokens"))
     columns = pa.record_batch(batch)
     tensors = to_torch(batch)
@@ -204,12 +204,12 @@ def test_any_record_batch_gives_the_same_tensors(open_loader):
             assert all(torch.equal(part[name], expected[name]) for name in expected)
 
 
-def test_what_is_no_batch_or_corpus_is_named(tmp_path):
+def test_wrong_batch_or_corpus_type_is_reported(tmp_path):
     for wrong in (None, [1, 2], {"input_ids": 1}):
-        message = rf"^batch is of type {type(wrong).__name__}; give a record batch, such as next"
+        message = rf"^batch: must be a record batch, such as next\(loader\), not {type(wrong).__name__}$"
         with pytest.raises(TypeError, match=message):
             to_torch(wrong)
-    message = "^the record batch has no column input_ids, masked_ids, .*; give one of a Batch"
+    message = "^the record batch has no column input_ids, masked_ids, .*; pass a batch of a Batch"
     with pytest.raises(ValueError, match=message):
         to_torch(pa.record_batch({"text": ["a"]}))
     with pytest.raises(FileNotFoundError, match="no-such"):
@@ -249,7 +249,7 @@ def test_capsules_are_named_and_released(open_loader):
     assert metadata == {"sequence_length": "64", "mask_slots": "9", "pad_id": "0"}
 
 
-def test_memory_is_used_again_but_not_that_of_tensors(open_loader):
+def test_memory_is_reused_unless_tensors_hold_it(open_loader):
     loader = open_loader(epochs=None)
     tensors = to_torch(next(loader))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -266,13 +266,13 @@ def test_memory_is_used_again_but_not_that_of_tensors(open_loader):
         ({"sequence_length": 7}, "sequence_length = 7: must be from 8 to 32768"),
         ({"rank": 2, "world_size": 2}, "rank = 2: must be from 0 to 1"),
         ({"mask_prob": float("nan")}, "mask_prob = NaN: not a finite number"),
-        ({"mask_prob": 0}, "mask_prob = 0: must lie between 0 and 1, both excluded"),
-        ({"mask_prob": 1.0}, "mask_prob = 1: must lie"),
+        ({"mask_prob": 0}, "mask_prob = 0: must be above 0 and below 1"),
+        ({"mask_prob": 1.0}, "mask_prob = 1: must be above 0"),
         ({"packing": "google"}, 'packing = "google": renamed to "examples"'),
         ({"masking": "bert"}, 'masking = "bert": renamed to "80-10-10"'),
-        ({"packing": "no"}, 'packing = "no": unknown; choose "best-fit" or "examples"'),
-        ({"masking": "roberta"}, 'masking = "roberta": unknown; choose "tokens", "with-repeats",'),
-        ({"cut_at": "line", "packing": "examples"}, 'cut_at = "line" needs packing = "best-fit"'),
+        ({"packing": "no"}, 'packing = "no": must be "best-fit" or "examples"'),
+        ({"masking": "roberta"}, 'masking = "roberta": must be "tokens", "with-repeats",'),
+        ({"cut_at": "line", "packing": "examples"}, 'cut_at = "line": needs packing = "best-fit"'),
         ({"seed": -1}, "seed = -1: must be from 0"),
         ({"seed": "a"}, 'seed = "a": invalid type: string "a", expected i64'),
         ({"batch_size": 0}, "batch_size = 0: must be from 1"),
@@ -281,19 +281,22 @@ def test_memory_is_used_again_but_not_that_of_tensors(open_loader):
         ({"prefetch": 0}, "prefetch = 0: must be from 1 to 1024"),
         ({"epochs": 0}, "epochs = 0: must be from 1"),
         ({"cache_bytes": -1}, "cache_bytes = -1: must be from 0"),
-        ({"batch_size": 2**24, "sequence_length": 32}, "batch_size = 16777216: 536870912 tokens per rank; at most"),
+        ({"batch_size": 2**24, "sequence_length": 32}, "batch_size = 16777216: must have at most"),
         ({"lanes": 0}, "lanes = 0: must be from 1 to 23"),
-        ({"lanes": 100, "batch_size": 128}, "lanes = 100: must divide batch_size = 128; 64 is the largest that does"),
-        ({"lanes": 23, "epochs": 1}, "epochs = 1 needs lanes = 1, not 23"),
-        ({"lanes": 23, "epochs": None}, "lanes = 23: {corpus} has 1 blocks of 262144 tokens, and each lane needs one"),
+        ({"lanes": 100, "batch_size": 128}, "lanes = 100: must divide batch_size = 128; the next"),
+        ({"lanes": 23, "epochs": 1}, "epochs = 1: needs lanes = 1, not 23"),
+        (
+            {"lanes": 23, "epochs": None},
+            "lanes = 23: must be at most 1, the number of blocks of 262144 tokens in {corpus}",
+        ),
     ],
 )
-def test_wrong_options_are_named(open_loader, corpus, change, message):
+def test_wrong_options_are_reported(open_loader, corpus, change, message):
     with pytest.raises(ValueError, match="^" + re.escape(message.replace("{corpus}", str(corpus)))):
         open_loader(**change)
 
 
-def test_ctrl_c_gets_through(open_loader):
+def test_ctrl_c_interrupts_loading(open_loader):
     loader = open_loader(epochs=None)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -303,7 +306,7 @@ def test_ctrl_c_gets_through(open_loader):
     assert next(loader).num_rows == 23
 
 
-def test_loading_is_possible_from_several_threads(open_loader):
+def test_loading_works_from_several_threads(open_loader):
     loader = open_loader()
     taken = []
     threads = [threading.Thread(target=lambda: taken.extend(loader)) for _ in range(4)]

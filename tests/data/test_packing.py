@@ -34,7 +34,7 @@ class Example:
 
 
 class PublishedBuilder:
-    """Builds examples from lines by the rules of the published code, for one file of documents."""
+    """Builds examples from lines with the rules of the published code, for one file of documents."""
 
     def __init__(self, max_length, rng):
         self.max_length = max_length
@@ -129,14 +129,14 @@ def read(loader):
             padding = [0] * (length - used_places)
             types = [0] * first + [1] * (used_places - first) + padding
             expected.append((types, [*range(used_places), *padding], [1] * used_places + padding))
-        found = (tensors[name].tolist() for name in ("token_type_ids", "position_ids", "segment_ids"))
-        assert list(zip(*found, strict=True)) == expected
+        columns = (tensors[name].tolist() for name in ("token_type_ids", "position_ids", "segment_ids"))
+        assert list(zip(*columns, strict=True)) == expected
         assert pa.record_batch(batch).column("segment_lengths").to_pylist() == [[sum(row[2])] for row in expected]
         assert tensors["cu_seqlens"][-1] == rows * length
     return examples
 
 
-def test_statistics_are_those_of_the_rules(open_loader, documents):
+def test_statistics_match_the_published_rules(open_loader, documents):
     length = 48
 
     def statistics_of(examples):
@@ -159,25 +159,25 @@ def test_statistics_are_those_of_the_rules(open_loader, documents):
         statistics_of(list(PublishedBuilder(length, random.Random(seed)).examples(documents))) for seed in seeds
     ]
     for name in measured[0]:
-        a = [each[name] for each in measured]
-        b = [each[name] for each in published]
+        a = [values[name] for values in measured]
+        b = [values[name] for values in published]
         error = ((statistics.variance(a) + statistics.variance(b)) / len(seeds)) ** 0.5
         assert abs(statistics.mean(a) - statistics.mean(b)) < 4 * error, (name, statistics.mean(a), statistics.mean(b))
         assert 0.5 < statistics.stdev(a) / statistics.stdev(b) < 2, name
 
 
-def test_contents_are_what_batches_hold(open_loader, corpus, documents):
+def test_contents_match_the_batches(open_loader, corpus, documents):
     examples = read(open_loader())
-    kept = contents(corpus, "examples", 64, seed=5)
-    assert kept.rows == len(examples)
-    assert kept.tokens == sum(len(example.first) + len(example.second) for example in examples)
-    assert kept.fill == pytest.approx(sum(example.length for example in examples) / len(examples) / 64)
+    rows = contents(corpus, "examples", 64, seed=5)
+    assert rows.rows == len(examples)
+    assert rows.tokens == sum(len(example.first) + len(example.second) for example in examples)
+    assert rows.fill == pytest.approx(sum(example.length for example in examples) / len(examples) / 64)
     whole = contents(corpus, "best-fit", 64)
     assert whole.tokens == sum(map(len, itertools.chain(*documents)))
     assert whole.fill > 0.99 and whole.rows == BatchLoader(corpus, sequence_length=64, batch_size=1).num_rows
 
 
-def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(open_loader):
+def test_resumed_loader_continues_exactly_and_epochs_differ(open_loader):
     size = open_loader().num_rows
     loader = open_loader(epochs=2, batch_size=size)
     resumed = open_loader(num_threads=2, epochs=2)
@@ -192,7 +192,7 @@ def test_a_resumed_loader_goes_on_exactly_and_every_epoch_has_other_examples(ope
         open_loader(packing="best-fit").restore(state)
 
 
-def test_the_bytes_of_batches_are_fixed(open_loader):
+def test_batches_have_fixed_bytes(open_loader):
     # A different digest means that existing runs cannot resume exactly: say so in the changelog.
     golden = (Path(__file__).parents[1] / "golden" / "packing.txt").read_text()
     assert f"examples {digest(list(open_loader(epochs=2)))}\n" == golden

@@ -1,4 +1,4 @@
-"""`prepare` resumed, partitioned, interrupted and rejected; the corpus is always the same bytes."""
+"""`prepare` resumed, partitioned, interrupted and refused: the corpus always has the same bytes."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(text, vocab, tmp_path_factory):
-    """The corpus of an uninterrupted run, with a validation split."""
+    """The corpus of an uninterrupted run, with a validation set."""
     out = tmp_path_factory.mktemp("whole") / "out"
     prepare([text], vocab=vocab, out=out, holdout=0.2, progress=False)
     return out
@@ -53,32 +53,32 @@ def ids_of(folder):
     return [tuple(ids.tolist()) for ids in Corpus(folder)]
 
 
-def test_a_corpus_has_these_files(whole):
+def test_files_of_a_corpus(whole):
     shards = [f"shard-{group:06}-000.{kind}" for group in range(GROUPS) for kind in ("tokens", "lines")]
     names = [*shards, "manifest.json", "vocab.txt"]
     assert sorted(contents(whole)) == sorted([*names, "inputs.json", *(f"holdout/{name}" for name in names)])
     assert verify(whole)
 
 
-def test_small_files_give_the_same_bytes_as_ever(vocab, tmp_path):
-    """The values are those of the release before there were parts, lanes and leases."""
+def test_small_files_give_the_bytes_of_older_releases(vocab, tmp_path):
+    """The values come from the release before parts, lanes and leases."""
     (tmp_path / "in").mkdir()
     for number in range(3):
         documents = "\n\n".join(f"w{number} w{n}\nw{n % 7}" for n in range(100))
         (tmp_path / f"in/{number}.txt").write_text(documents + PADDING)
     (tmp_path / "in/z.jsonl").write_text("".join(json.dumps({"text": f"w{n}"}) + "\n" for n in range(50)))
     prepare([tmp_path / "in"], vocab=vocab, out=tmp_path / "out", holdout=0.1, progress=False)
-    found = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert found["job"] == "11d098fd67fc233620188a088eed0f01"
-    assert found["content_hash"] == "05584862e51ee2bd984080ba09292a5b"
-    assert found["checksum"] == "2eb678879adb7c583a92e6f77c28ff09"
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["job"] == "11d098fd67fc233620188a088eed0f01"
+    assert manifest["content_hash"] == "05584862e51ee2bd984080ba09292a5b"
+    assert manifest["checksum"] == "2eb678879adb7c583a92e6f77c28ff09"
     (tmp_path / "a.md").write_text("w1 w2\n\nw3")
     prepare([tmp_path / "a.md"], vocab=vocab, out=tmp_path / "txt", format="txt", progress=False)  # once "text"
     assert json.loads((tmp_path / "txt/manifest.json").read_text())["job"] == "45383c6a79cdda93ea7cf2a999f09bd0"
 
 
 def test_unfinished_work_of_an_older_release_is_resumed(vocab, tmp_path):
-    """As a killed process of the release before there were text versions has left it on another machine."""
+    """Left on another machine by a killed process of the release before text versions."""
     path = tmp_path / "a.txt"
     out = tmp_path / "out"
     path.write_text("\n\n".join(f"w{n} w{n % 7}" for n in range(60)))
@@ -110,7 +110,7 @@ def test_partitions_share_the_parts_of_a_huge_file(vocab, tmp_path):
     assert ids_of(tmp_path / "out") == ids_of(tmp_path / "undivided")
 
 
-def test_partitions_of_several_machines_make_one_corpus(text, vocab, whole, tmp_path):
+def test_partitions_of_several_machines_form_one_corpus(text, vocab, whole, tmp_path):
     common = {"vocab": vocab, "holdout": 0.2, "progress": False}
     for index in (3, 1, 2):
         report = prepare([text], out=tmp_path / str(index), partition=f"{index}/3", **common)
@@ -120,19 +120,19 @@ def test_partitions_of_several_machines_make_one_corpus(text, vocab, whole, tmp_
     assert contents(tmp_path / "all") == contents(whole)
 
 
-def test_the_end_tells_what_each_packing_keeps_and_drops(text, vocab, tmp_path):
+def test_summary_has_kept_and_dropped_tokens_of_each_packing(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out")
     total = report.num_tokens
     lines = str(report).splitlines()
     assert f"packing best-fit: in rows of 128 keeps {total:,} tokens and drops 0, fill 9" in lines[-2]
     # Every document is one line, truncated to a row of at most two segments.
     dropped = total - sum(min(len(ids), 512 - 2) for ids in Corpus(tmp_path / "out"))
-    found = re.search(r"packing examples:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
-    kept, really_dropped = (int(number.replace(",", "")) for number in found.groups())
-    assert kept + really_dropped == total and really_dropped >= dropped > 0
+    line = re.search(r"packing examples:.*in rows of 512 keeps ([\d,]+) tokens and drops ([\d,]+) \(", lines[-1])
+    kept_tokens, really_dropped = (int(number.replace(",", "")) for number in line.groups())
+    assert kept_tokens + really_dropped == total and really_dropped >= dropped > 0
 
 
-def test_missing_parts_are_counted(text, vocab, tmp_path):
+def test_missing_partitions_are_counted(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out", partition="2/4")
     assert (report.complete, report.missing_input_groups, report.num_input_groups) == (False, 4, GROUPS)
     assert report.unknown_share is None and report.tokens_per_word is None
@@ -141,7 +141,7 @@ def test_missing_parts_are_counted(text, vocab, tmp_path):
         Corpus(tmp_path / "out")
 
 
-# The kernel ends this process, as kill -9 would, at the byte by which a file exceeds the limit; Python ignores that.
+# The kernel kills this process (SIGXFSZ, which Python ignores by default) when a file exceeds the limit.
 KILLED = f"""{IMPORT}
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -152,8 +152,8 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], threads=1, progress=F
 
 
 @pytest.mark.slow
-def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
-    """Each input group has more tokens than those before, so a limit on file sizes kills the run in a certain one."""
+def test_run_killed_in_any_group_resumes(vocab, tmp_path):
+    """Each input group has more tokens than the previous ones, so a file size limit kills the run in a given group."""
     text = tmp_path / "text"
     out = tmp_path / "out"
     text.mkdir()
@@ -166,17 +166,17 @@ def test_killed_in_any_group_it_goes_on(vocab, tmp_path):
         killed = subprocess.run([sys.executable, "-c", KILLED, text, vocab, out, str(limit)], stderr=subprocess.PIPE)
         assert killed.returncode == -signal.SIGXFSZ, killed.stderr
         finished = [path.name for path in sorted((out / "parts").glob("input-group-*.json"))]
-        assert finished == [f"input-group-{each:06}.json" for each in range(group)]
+        assert finished == [f"input-group-{number:06}.json" for number in range(group)]
         assert len(list(out.glob(".tmp-*.tokens"))) == 1
-        found = {path: path.stat().st_ino for path in out.glob("shard-*")}
-        assert found.items() >= inodes.items()  # finished ones are not written again
-        inodes = found
+        current = {path: path.stat().st_ino for path in out.glob("shard-*")}
+        assert current.items() >= inodes.items()  # finished shards are not written again
+        inodes = current
     prepare([text], vocab=vocab, out=out, progress=False)
     assert contents(out) == contents(tmp_path / "undisturbed")
 
 
 @pytest.mark.process
-def test_ctrl_c_is_heard(text, vocab, tmp_path):
+def test_ctrl_c_interrupts_prepare(text, vocab, tmp_path):
     command = [sys.executable, "-c", RUN, text, vocab, tmp_path / "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -188,7 +188,7 @@ def test_ctrl_c_is_heard(text, vocab, tmp_path):
     assert not [name for name in contents(tmp_path / "out") if ".tmp-" in name]
 
 
-def test_a_finished_corpus_is_left_alone(text, vocab, whole):
+def test_finished_corpus_is_unchanged(text, vocab, whole):
     before = contents(whole)
     report = prepare([text], vocab=vocab, out=whole, holdout=0.2, progress=False)
     assert report.already_complete and report.complete and report.content_hash == Corpus(whole).content_hash
@@ -199,13 +199,13 @@ def test_a_finished_corpus_is_left_alone(text, vocab, whole):
     assert contents(whole) == before
 
 
-def test_what_others_have_left_in_a_folder_is_left_alone(text, vocab, tmp_path):
+def test_foreign_files_in_the_output_folder_are_unchanged(text, vocab, tmp_path):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/vocab.txt").write_text("mine")
     prepare([text], vocab=vocab, out=tmp_path / "out", partition="1/2", progress=False)
     before = contents(tmp_path)
     for out, message in (
-        ("foreign", r"already holds something else \(vocab\.txt\)"),
+        ("foreign", r"contains other files \(vocab\.txt\)"),
         ("foreign/vocab.txt", "not a folder"),
         ("out", "holds unfinished work of other inputs or options"),
     ):
@@ -214,7 +214,7 @@ def test_what_others_have_left_in_a_folder_is_left_alone(text, vocab, tmp_path):
     assert contents(tmp_path) == before
     (tmp_path / "a.jsonl").write_text('{"body": "w1"}')
     arguments = {"vocab": vocab, "out": tmp_path / "new", "progress": False}
-    with pytest.raises(ValueError, match="there are: body"):
+    with pytest.raises(ValueError, match="available: body"):
         prepare([tmp_path / "a.jsonl"], **arguments)
     assert prepare([tmp_path / "a.jsonl"], text="body", **arguments).complete  # a wrong option leaves nothing
 
@@ -230,7 +230,7 @@ prepare(documents(), vocab=sys.argv[1], out=sys.argv[2], progress=False)
 
 
 @pytest.mark.process
-def test_a_run_that_is_alive_keeps_its_folder_and_a_killed_one_frees_it(vocab, tmp_path):
+def test_folder_is_locked_by_a_live_run_and_not_by_a_killed_one(vocab, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-c", WAITING, vocab, out]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -246,7 +246,7 @@ def test_a_run_that_is_alive_keeps_its_folder_and_a_killed_one_frees_it(vocab, t
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
+def test_validation_set_is_disjoint_and_complete(text, vocab, whole, tmp_path):
     prepare([text], vocab=vocab, out=tmp_path / "out", progress=False)
     everything = ids_of(tmp_path / "out")
     train = ids_of(whole)
@@ -258,7 +258,7 @@ def test_the_holdout_is_disjoint_and_complete(text, vocab, whole, tmp_path):
     assert Corpus(whole).content_hash != Corpus(whole / "holdout").content_hash
 
 
-def test_a_small_corpus_holds_out_its_last_document(vocab, tmp_path):
+def test_last_document_of_a_small_corpus_is_for_validation(vocab, tmp_path):
     documents = iter(["w1", "w2 w2\nw3", "w4\n\nw5"])
     report = prepare(documents, vocab=vocab, out=tmp_path / "a", holdout=1e-9, progress=False)
     assert (report.num_documents, report.holdout_documents) == (2, 1)
@@ -271,7 +271,7 @@ def test_a_small_corpus_holds_out_its_last_document(vocab, tmp_path):
         prepare(iter(["w1", "w2"]), vocab=vocab, out=tmp_path / "c", holdout=1 - 1e-9, progress=False)
 
 
-def test_an_empty_corpus_is_an_error(vocab, tmp_path):
+def test_empty_corpus_is_an_error(vocab, tmp_path):
     (tmp_path / "a.txt").write_text(" \n\n\t\n")
     for inputs in ([tmp_path / "a.txt"], iter([]), iter(["", "\n"])):
         with pytest.raises(ValueError, match="the corpus is empty"):
@@ -291,7 +291,7 @@ except OSError as error:
 
 @pytest.mark.process
 @pytest.mark.parametrize("limit", [40_000, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_full_disk_leaves_nothing_that_looks_whole(text, vocab, tmp_path, limit):
+def test_full_disk_leaves_no_file_that_looks_complete(text, vocab, tmp_path, limit):
     out = tmp_path / "out"
     command = [sys.executable, "-c", LIMITED, text, vocab, out]
     done = subprocess.run([*command, str(limit)], capture_output=True, text=True, check=False)
@@ -324,12 +324,12 @@ def test_documents_from_python(vocab, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"holdout": float("nan")}, "holdout is NaN"),
-        ({"partition": "0/3"}, "partition is '0/3'; write I/N"),
-        ({"documents": "page"}, 'documents = "page": unknown; choose "blank-line", "file" or "line"'),
-        ({"threads": -1}, "threads is -1"),
-        ({"text": " "}, "no text field is named"),
-        ({"kind": "dirs"}, "kind is 'dirs'"),
+        ({"holdout": float("nan")}, "holdout = NaN"),
+        ({"partition": "0/3"}, "partition = '0/3': must be I/N"),
+        ({"documents": "page"}, 'documents = "page": must be "blank-line", "file" or "line"'),
+        ({"threads": -1}, "threads = -1: must be at least 0"),
+        ({"text": " "}, "no text field"),
+        ({"kind": "dirs"}, "kind = 'dirs': must be one of"),
     ],
 )
 def test_options_out_of_range(text, vocab, tmp_path, options, message):
@@ -338,7 +338,7 @@ def test_options_out_of_range(text, vocab, tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_text_gives_the_same_vocabulary(tmp_path):
+def test_same_text_gives_same_vocabulary(tmp_path):
     words = ["Tokens", "tokenise", "ising", "shards", "sharding", "masked", "unmasked", "électra"]
     text = " ".join(words[(n * n + n // 7) % len(words)] for n in range(4_000))
     for number in range(4):
@@ -355,7 +355,7 @@ def test_training_a_vocabulary_needs_words(tmp_path):
     for coverage in (0, 1.1, float("nan")):
         with pytest.raises(ValueError, match="character_coverage .* above 0, at most 1"):
             ef.vocab(iter(["words"]), out=tmp_path / "vocab.txt", character_coverage=coverage, progress=False)
-    # The characters of Chinese never continue a word: 5 + 40 entries. Those of Korean may: 5 + 40 + 39.
+    # Chinese characters never continue a word: 5 + 40 entries. Korean ones can: 5 + 40 + 39.
     for first, joined, needed in [(0x4E00, "", 45), (0xAC00, "", 84), (0xAC00, " ", 45)]:
         text = joined.join(map(chr, range(first, first + 40)))
         with pytest.raises(ValueError, match=rf"size \(--size\) is {needed - 1}, .* need {needed} entries"):
@@ -365,17 +365,17 @@ def test_training_a_vocabulary_needs_words(tmp_path):
     assert not (tmp_path / "vocab.txt").exists()
 
 
-def test_a_vocabulary_has_the_characters_of_so_much_of_the_text(tmp_path, capfd):
-    """Counted by hand: of 1,000 characters, 700 and 290 are the frequent ones; ASCII is kept however rare."""
+def test_character_coverage_selects_frequent_characters(tmp_path, capfd):
+    """Counted by hand: of 1,000 characters, the frequent ones are 700 and 290; ASCII is always kept."""
     text = "一" * 700 + "二" * 290 + "三" * 5 + "四" * 4 + "z"
-    for coverage, kept, line in [
+    for coverage, characters, line in [
         (1, "z一三二四", "characters: all 5 of the words counted"),
         (0.99, "z一二", "characters: 3 of the 5 in the words counted; the others (三 四) are 0.900% of the text"),
         (0.7, "z一", "characters: 2 of the 5 in the words counted; the others (二 三 四) are 29.900% of the text"),
     ]:
         ef.vocab(iter([text]), out=tmp_path / str(coverage) / "vocab.txt", character_coverage=coverage)
         entries = (tmp_path / str(coverage) / "vocab.txt").read_text(encoding="utf-8").split()
-        assert "".join(entries[5:]) == kept
+        assert "".join(entries[5:]) == characters
         assert capfd.readouterr().err.startswith(line)
-    rare = "".join(map(chr, range(0x4E00, 0x4E00 + 1500)))  # all of them, by default, are more than 0.01 % each
+    rare = "".join(map(chr, range(0x4E00, 0x4E00 + 1500)))  # each makes up more than 0.01 %, the default limit
     assert ef.vocab(iter([rare]), out=tmp_path / "rare/vocab.txt", progress=False).num_entries == 1505

@@ -1,4 +1,4 @@
-"""`prepare` on executors: the same corpus as by one process, whatever happens to the workers."""
+"""`prepare` on executors: the same corpus as from one process, even if workers die."""
 
 import os
 import pickle
@@ -51,7 +51,7 @@ def processes(workers=2):
 
 
 class Repeating(Executor):
-    """Runs each task twice at the same time, as after a worker was taken for dead."""
+    """Runs each task twice at the same time, as if a worker had been declared dead."""
 
     def __init__(self):
         self.pool = ThreadPoolExecutor(4)
@@ -87,7 +87,7 @@ class Immediate(Executor):
 
 
 @pytest.mark.parametrize("make", [pytest.param(processes, marks=pytest.mark.slow), Repeating, Immediate])
-def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path, make):
+def test_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path, make):
     out = tmp_path / "out"
     with make() as executor:
         report = prepare([text], vocab=vocab, out=out, holdout=0.1, executor=executor, progress=False)
@@ -96,7 +96,7 @@ def test_the_corpus_does_not_depend_on_the_executor(text, vocab, whole, tmp_path
     assert again.already_complete and again.content_hash == report.content_hash
 
 
-def test_small_units_share_a_task(text, vocab, whole, tmp_path, monkeypatch):
+def test_small_input_groups_share_a_task(text, vocab, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_executor, "TASK_BYTES", 10 << 20)
     monkeypatch.setattr(prepare_executor, "MAX_SUBMITTED", 1)
     executor = Immediate()
@@ -104,7 +104,7 @@ def test_small_units_share_a_task(text, vocab, whole, tmp_path, monkeypatch):
     assert executor.tasks == GROUPS / 2 and contents(tmp_path / "out") == contents(whole)
 
 
-def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
+def test_failed_run_is_resumed(text, vocab, whole, tmp_path):
     def fail_third(task):
         if task == 3:
             raise OSError("no space left")
@@ -118,7 +118,7 @@ def test_a_failed_run_is_resumed(text, vocab, whole, tmp_path):
 
 
 @pytest.mark.process
-def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
+def test_bad_group_is_one_line(vocab, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n' + "\n" * (4 << 20))
     (tmp_path / "b.jsonl").write_text('\n\n{"text": 5}\n')
     arguments = {"vocab": vocab, "out": tmp_path / "out", "progress": False}
@@ -131,7 +131,7 @@ def test_a_bad_group_says_what_is_wrong_in_one_line(vocab, tmp_path):
     assert report.complete and report.skipped_rows == 1
 
 
-def test_skipped_rows_count_over_all_tasks_and_what_cannot_be_divided_is_refused(vocab, tmp_path):
+def test_skipped_rows_are_counted_over_all_tasks_and_streams_are_refused(vocab, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "w1"}\n{\n' + "\n" * (4 << 20))
     arguments = {"vocab": vocab, "executor": Immediate(), "progress": False}
@@ -146,7 +146,7 @@ def test_skipped_rows_count_over_all_tasks_and_what_cannot_be_divided_is_refused
 
 
 @pytest.mark.process
-def test_a_killed_pool_says_to_run_again(text, vocab, whole, tmp_path):
+def test_killed_pool_asks_to_run_again(text, vocab, whole, tmp_path):
     class Killed(Executor):
         """A pool whose worker is killed at the third task."""
 
@@ -181,7 +181,7 @@ def main():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_script_works_by_every_way_to_start_processes_if_it_is_guarded(text, vocab, tmp_path, method):
+def test_guarded_script_works_with_every_start_method(text, vocab, tmp_path, method):
     unguarded = tmp_path / "unguarded.py"
     guarded = tmp_path / "guarded.py"
     unguarded.write_text(SCRIPT + "main()")
@@ -195,7 +195,7 @@ def test_a_script_works_by_every_way_to_start_processes_if_it_is_guarded(text, v
     assert Corpus(tmp_path / "out").num_tokens > 0
 
 
-def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
+def test_ctrl_c_cancels_waiting_tasks(text, vocab, whole, tmp_path):
     class Slow(Executor):
         """Runs the first task, and interrupts the parent while all others wait."""
 
@@ -224,13 +224,13 @@ def test_ctrl_c_cancels_what_has_not_begun(text, vocab, whole, tmp_path):
 # --- Dask ---------------------------------------------------------------------------------------
 
 
-# Workers import what a test runs there.
+# Workers import the functions of a test.
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A scheduler with two workers, each a process of its own; gives the address and the workers."""
+    """A scheduler with two workers, in separate processes; returns the address and the workers."""
     address = f"tcp://127.0.0.1:{free_port()}"
     log = (tmp_path / "dask.log").open("w")
     options = {"stdout": log, "stderr": log, "cwd": tmp_path, "env": ENVIRONMENT}
@@ -258,12 +258,12 @@ def wait_for_workers(address, started):
 
 
 @pytest.mark.slow
-def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, cluster):
-    """Then the command line works on the same scheduler."""
+def test_dask_finishes_after_a_worker_is_killed(text, vocab, whole, tmp_path, cluster):
+    """Afterwards, the command line works on the same scheduler."""
     address, (victim, _) = cluster
 
     class Killing(Executor):
-        """Dask's executor; kills a worker that is in the middle of a task."""
+        """Dask's executor; kills a worker in the middle of a task."""
 
         def __init__(self, executor):
             self.executor = executor
@@ -288,9 +288,9 @@ def test_dask_finishes_though_a_worker_is_killed(text, vocab, whole, tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_is_not_there_is_one_line(text, vocab, tmp_path, monkeypatch):
+def test_missing_scheduler_is_one_line(text, vocab, tmp_path, monkeypatch):
     arguments = ("prepare", text, "--vocab", vocab, "--out", tmp_path / "out", "--scheduler")
-    with monkeypatch.context() as patch:  # no client is made, which would try again and again
+    with monkeypatch.context() as patch:  # no client is created, which would retry forever
         patch.setattr("distributed.Client", lambda *_, **__: pytest.fail("a client was made"))
         done = in_process.run(*arguments, f"tcp://127.0.0.1:{free_port()}")
     assert done.returncode == 2, done.stderr

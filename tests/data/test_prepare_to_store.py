@@ -1,4 +1,4 @@
-"""`prepare` that writes to a real S3 server on the loopback: the same corpus as on disk, whatever happens meanwhile."""
+"""`prepare` that writes to a local S3 server: the same corpus as on disk, even after kills and failures."""
 
 import json
 import re
@@ -17,10 +17,10 @@ from electra_fast import _data
 from electra_fast._data import download, list_objects
 from electra_fast.errors import InputError
 
-pytestmark = pytest.mark.slow  # test_object_stores.py has one that is not
+pytestmark = pytest.mark.slow  # test_object_stores.py has a fast test
 
 WORDS = ["the", "of", "and", "cat", "dog", "sees", "a", "blue", "house", "runs"]
-# A run in parts of 20 kB, in a process of its own: arguments are the vocabulary, the text, the URL and the partition.
+# A run in parts of 20 kB, in a separate process: arguments are the vocabulary, the text, the URL and the partition.
 PROGRAM = """
 import ast, json, sys
 from electra_fast import _data
@@ -71,7 +71,7 @@ def report_of(process):
 
 
 def assert_same(url, local, tmp_path):
-    """Asserts that the store holds the files of the local corpus, byte for byte, and nothing else."""
+    """Asserts that the store has exactly the files of the local corpus, byte for byte."""
     expected = {str(path.relative_to(local)): path.stat().st_size for path in local.rglob("*") if path.is_file()}
     assert dict(list_objects(url)) == expected
     for name in expected:
@@ -80,7 +80,7 @@ def assert_same(url, local, tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_the_corpus_is_the_one_on_disk(vocab, text, local, tmp_path):
+def test_stored_corpus_equals_the_local_corpus(vocab, text, local, tmp_path):
     url = "s3://bucket/same/shards"
     report = report_of(started(vocab, text, url))
     assert report["complete"] and report["content_hash"] == ef.Corpus(local).content_hash
@@ -91,8 +91,8 @@ def test_the_corpus_is_the_one_on_disk(vocab, text, local, tmp_path):
         ef.prepare(text, vocab=vocab, out=url, progress=False)
 
 
-def test_the_command_writes_to_a_url(s3, vocab, tmp_path):
-    """Also where the last document is held out because no other was, and where a record is skipped."""
+def test_command_writes_to_a_url(s3, vocab, tmp_path):
+    """Also if the last document is the only one for validation, and if a record is skipped."""
     s3.put("bucket/few/")  # as consoles make a folder
     lines = [json.dumps({"text": f"the cat {number * 'sees '}"}) for number in range(4)]
     (tmp_path / "few.jsonl").write_text("\n".join([*lines, "{"]))
@@ -106,14 +106,14 @@ def test_the_command_writes_to_a_url(s3, vocab, tmp_path):
     assert done.returncode == 0 and "already complete" in done.stdout and "while parsing" in done.stderr
 
 
-def test_the_output_is_no_input(vocab, text, tmp_path):
+def test_output_is_not_read_as_input(vocab, text, tmp_path):
     url = f"s3://bucket/{tmp_path.name}"
     _data.upload(str(text), f"{url}/text.txt")
     made = [ef.prepare(url, vocab=vocab, out=f"{url}/shards", progress=False) for _ in range(2)]
     assert made[0].num_files == 1 and made[1].already_complete
 
 
-def test_a_killed_run_is_resumed(vocab, text, local, tmp_path):
+def test_killed_run_is_resumed(vocab, text, local, tmp_path):
     url = "s3://bucket/killed"
     for finished in (3, 9):  # twice, so that the second one resumes, too
         process = started(vocab, text, url)
@@ -123,7 +123,7 @@ def test_a_killed_run_is_resumed(vocab, text, local, tmp_path):
         process.communicate()
     names = [name for name, _ in list_objects(url)]
     assert "manifest.json" not in names and "parts/job.json" in names
-    # What only a killed attempt has uploaded.
+    # A file that only a killed attempt has uploaded.
     (tmp_path / "stray").write_text("x")
     for name in ("shard-000001-900.tokens", "holdout/shard-000001-900.lines"):
         _data.upload(str(tmp_path / "stray"), f"{url}/{name}")
@@ -137,12 +137,12 @@ STRAY = ["shard-000900-000.tokens", "parts/input-group-000900.counts", "parts/to
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.02])
-def test_only_what_prepare_writes_is_deleted_and_only_in_work_that_it_finishes(holdout, s3, vocab, text):
-    """Names and states are those of a local folder: see the tests of `clean_up` in Rust."""
+def test_only_own_files_of_finished_work_are_deleted(holdout, s3, vocab, text):
+    """Names and states as in a local folder: see the tests of `clean_up` in Rust."""
     url = f"s3://bucket/strays-{holdout}"
     foreign = [*FOREIGN]
     stray = [*STRAY]
-    # A user's own validation corpus, or what a killed attempt has left of ours.
+    # A user's validation corpus, or the remains of a killed attempt.
     (stray if holdout else foreign).extend(f"holdout/shard-000900-000.{kind}" for kind in ("lines", "tokens"))
 
     def prepare(url, **options):
@@ -176,11 +176,11 @@ def test_partitions_need_no_shared_folder(vocab, text, local, tmp_path):
     assert_same(url, local, tmp_path)
 
 
-def test_duplicates_are_left_out_of_a_store(vocab, text, tmp_path):
+def test_duplicates_are_dropped_in_a_store(vocab, text, tmp_path):
     texts = [tmp_path / name for name in ("a.txt", "b.jsonl")]
     documents = text.read_text().split("\n\n")
     texts[0].write_text("\n\n".join(documents[:900]))
-    texts[1].write_text("".join(json.dumps({"text": each}) + "\n" for each in documents[600:1_200]))
+    texts[1].write_text("".join(json.dumps({"text": document}) + "\n" for document in documents[600:1_200]))
     options = {"vocab": vocab, "drop_duplicates": "documents", "progress": False}
     local = ef.prepare(texts, out=tmp_path / "local", **options)
     parts = [f"{part}/2" for part in (1, 2, 1, 2)]
@@ -189,14 +189,14 @@ def test_duplicates_are_left_out_of_a_store(vocab, text, tmp_path):
     assert_same("s3://bucket/dropped", tmp_path / "local", tmp_path)
 
 
-def test_two_equal_runs_at_once_lose_nothing(vocab, text, local, tmp_path):
+def test_two_simultaneous_runs_lose_nothing(vocab, text, local, tmp_path):
     url = "s3://bucket/twice"
     for report in map(report_of, [started(vocab, text, url) for _ in range(2)]):
         assert report["content_hash"] == ef.Corpus(local).content_hash
     assert_same(url, local, tmp_path)
 
 
-def test_an_executor_writes_to_a_store(vocab, text, tmp_path):
+def test_executor_writes_to_a_store(vocab, text, tmp_path):
     url = "s3://bucket/executor"
     files = [tmp_path / f"{number}.txt" for number in range(6)]
     for number, file in enumerate(files):
@@ -226,8 +226,8 @@ def test_documents_are_written_and_two_streams_do_not_mix(vocab, tmp_path):
 
 
 @pytest.mark.parametrize("other", ["manifest", "job"])
-def test_nothing_of_another_run_is_overwritten(other, vocab, text, local, tmp_path):
-    """A foreign manifest that appears during the run, or a fingerprint that was there before."""
+def test_files_of_another_run_are_not_overwritten(other, vocab, text, local, tmp_path):
+    """A foreign manifest that appears during the run, or an earlier fingerprint."""
     url = f"s3://bucket/other-{other}"
 
     def write_manifest(*_):
@@ -249,13 +249,13 @@ def test_nothing_of_another_run_is_overwritten(other, vocab, text, local, tmp_pa
         assert report_of(started(vocab, text, url))["complete"]
 
 
-def test_a_place_that_cannot_be_used_is_one_line(s3, vocab, text, monkeypatch):
+def test_unusable_output_is_one_line(s3, vocab, text, monkeypatch):
     s3.put("bucket/full/notes.txt", b"mine")
     for url, message in {
         "s3://absent/x": "not found; check the URL, the bucket and the region",
-        "https://host/x": "https://host/x: a web server cannot be written; give an s3://, gs:// or az:// URL",
+        "https://host/x": "https://host/x: web servers are read-only; pass an s3://, gs:// or az:// URL",
         "s3://bucket/full": "already holds something else (notes.txt); choose an empty or new folder for --out",
-        "s3://bucket/x?a=b": "leave it out",
+        "s3://bucket/x?a=b": "remove it",
     }.items():
         done = run("prepare", text, "--vocab", vocab, "--out", url)
         assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
@@ -264,7 +264,7 @@ def test_a_place_that_cannot_be_used_is_one_line(s3, vocab, text, monkeypatch):
     assert done.returncode == 2 and "the request was repeated for" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_a_store_that_goes_away_ends_the_run_with_one_line(vocab, text, local, tmp_path, monkeypatch):
+def test_lost_store_ends_the_run_with_one_line(vocab, text, local, tmp_path, monkeypatch):
     url = "s3://bucket/away"
     with object_store.running() as other:
         object_store.use(other, monkeypatch)
@@ -276,7 +276,7 @@ def test_a_store_that_goes_away_ends_the_run_with_one_line(vocab, text, local, t
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_full_disk_is_one_line_and_the_run_resumes(vocab, text, local, tmp_path):
+def test_full_disk_is_one_line_and_the_run_resumes(vocab, text, local, tmp_path):
     limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, resource.RLIM_INFINITY))\n"
     command = [sys.executable, "-c", limited + PROGRAM, str(vocab), str(text), "s3://bucket/full-disk", "None"]

@@ -12,7 +12,7 @@ from test_loader import digest
 import electra_fast as ef
 from electra_fast import BatchLoader, Corpus, Tokenizer, prepare, verify
 
-# Python 3.12 and newer warn about forking a process with threads, which is what is tested here.
+# Python 3.12 and newer warn about forking a process with threads; these tests do so on purpose.
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
 TIMEOUT = 60.0
@@ -84,7 +84,7 @@ def hashes(loader, count=None):
     return [digest([batch]) for batch in batches]
 
 
-def test_a_forked_child_continues_like_its_parent(loader):
+def test_forked_child_continues_like_its_parent(loader):
     def work():
         return loader.state(), loader.num_rows, hashes(loader, 3), in_child(lambda: hashes(loader))
 
@@ -94,16 +94,16 @@ def test_a_forked_child_continues_like_its_parent(loader):
     assert rest == hashes(loader)
 
 
-def test_a_child_restores_and_drops_what_it_inherits(loader):
+def test_child_restores_and_drops_inherited_loaders(loader):
     start = loader.state()
     expected = hashes(loader, 2)
     inherited = [loader]
 
     def work():
         inherited[0].restore(start)
-        found = hashes(inherited[0], 2)
+        first = hashes(inherited[0], 2)
         inherited.clear()
-        return found
+        return first
 
     assert in_child(work) == expected
     unused = [loader]
@@ -111,7 +111,7 @@ def test_a_child_restores_and_drops_what_it_inherits(loader):
     assert in_child(unused.clear) is None
 
 
-def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
+def test_fork_while_a_thread_takes_batches_does_not_hang(corpus):
     loader = BatchLoader(corpus, sequence_length=64, batch_size=23, num_threads=2)
     going = threading.Event()
     going.set()
@@ -134,7 +134,7 @@ def test_a_fork_while_a_thread_takes_batches_hangs_nobody(corpus):
         going.clear()
         thread.join()
     for line in outputs:
-        assert line == "23 rows" or line.endswith("is unknown here; open a BatchLoader in this process"), line
+        assert line == "23 rows" or line.endswith("is unknown; open a BatchLoader in this process"), line
 
 
 def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
@@ -154,7 +154,7 @@ def test_corpus_and_tokenizer_work_in_a_forked_child(corpus, tmp_path):
     assert work() == in_child(work)
 
 
-def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_path):
+def test_changed_corpus_is_not_mistaken_for_the_inherited_one(corpus, tmp_path):
     opened = Corpus(corpus)
     text = tmp_path / "other.txt"
     loader = BatchLoader(corpus, sequence_length=64, batch_size=8)
@@ -169,13 +169,13 @@ def test_a_corpus_that_changed_is_not_taken_for_the_inherited_one(corpus, tmp_pa
             work()
         return str(caught.value)
 
-    assert "its content hash is" in in_child(lambda: complaint(lambda: len(opened)))
-    assert "saved with corpus" in in_child(lambda: complaint(lambda: next(loader)))
-    assert "its content hash is" in complaint(lambda: pickle.loads(pickled[0]))
-    assert "saved with corpus" in complaint(lambda: pickle.loads(pickled[1]))
+    assert "changed since it was opened" in in_child(lambda: complaint(lambda: len(opened)))
+    assert "state: corpus = " in in_child(lambda: complaint(lambda: next(loader)))
+    assert "changed since it was opened" in complaint(lambda: pickle.loads(pickled[0]))
+    assert "state: corpus = " in complaint(lambda: pickle.loads(pickled[1]))
 
 
-def test_a_pickled_loader_continues_exactly(loader, monkeypatch, corpus):
+def test_pickled_loader_continues_exactly(loader, monkeypatch, corpus):
     monkeypatch.chdir(corpus.parent)
     relative = BatchLoader("shards", sequence_length=64, batch_size=23, seed=5, epochs=2)
     relative.restore(loader.state())
@@ -199,7 +199,7 @@ def test_corpus_and_tokenizer_are_pickled(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_forked_interpreter_exits(corpus):
+def test_forked_interpreter_exits(corpus):
     subprocess.run([sys.executable, "-c", EXIT, corpus], check=True, timeout=TIMEOUT)
 
 

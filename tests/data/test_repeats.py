@@ -1,4 +1,4 @@
-"""Repeated text: what `prepare` reports, and leaving out duplicates in several processes and after kills."""
+"""Repeated text: the report of `prepare`, and dropping duplicates in several processes and after kills."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ PADDING = "\n" * (4 << 20)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Four input groups of 60 documents, 20 of which occur twice, with a line that all have."""
+    """Four input groups of 60 documents; 20 documents occur twice, and all have a common line."""
     folder = tmp_path_factory.mktemp("text")
     for group in range(GROUPS):
         documents = [f"w{n // 2 + 20 * group} w{n}\nw1 w2 w3  \r" for n in range(60)]
@@ -38,7 +38,7 @@ def once(text, vocab, tmp_path_factory):
     return out
 
 
-def test_the_report_names_what_is_repeated(text, vocab, tmp_path):
+def test_report_lists_repeated_lines(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out")
     lines = [line.rstrip() for path in sorted(text.iterdir()) for line in path.read_text().splitlines() if line.strip()]
     assert report.repeats.lines == RepeatCount(len(lines), len(lines) - len(set(lines)), 1)
@@ -50,7 +50,7 @@ def test_the_report_names_what_is_repeated(text, vocab, tmp_path):
     assert "    320 × w1 w2 w3\n" in shown and "duplicate" not in shown
 
 
-def test_no_duplicate_is_in_both_parts(text, vocab, once, tmp_path):
+def test_no_duplicate_is_in_training_and_validation_sets(text, vocab, once, tmp_path):
     prepare([text], vocab=vocab, out=tmp_path / "a", drop_duplicates="documents", holdout=0.2, progress=False)
     for corpus in (Corpus(tmp_path / "a"), Corpus(once)):
         train, held_out = ([tuple(ids) for ids in part] for part in (corpus, Corpus(corpus.holdout)))
@@ -63,10 +63,10 @@ def test_documents_of_an_iterator_are_counted_too(vocab, tmp_path):
     assert str(RepeatCount(1000, 120, 16)) == "about 12.0% of 1,000 (estimated from 1 of 16)"
 
 
-def test_the_report_says_what_was_dropped(text, vocab, tmp_path):
+def test_report_counts_dropped_text(text, vocab, tmp_path):
     report = prepare([text], vocab=vocab, out=tmp_path / "out", drop_duplicates="lines")
     assert (report.num_documents, report.dropped_lines, report.emptied_documents) == (240, 399, 80)
-    said = "  399 duplicate lines dropped, 80 documents dropped that had no other lines\n"
+    said = "  399 duplicate lines dropped, 80 documents without other lines dropped\n"
     assert said in str(report)
     again = prepare([text], vocab=vocab, out=tmp_path / "out", drop_duplicates="lines", progress=False)
     assert again.already_complete and (again.dropped_lines, again.emptied_documents) == (399, 80)
@@ -75,7 +75,7 @@ def test_the_report_says_what_was_dropped(text, vocab, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["parts", "tasks"])
-def test_it_is_the_same_corpus(part, text, vocab, once, tmp_path, capsys, monkeypatch):
+def test_parts_give_the_same_corpus(part, text, vocab, once, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     arguments = ["prepare", str(text), "--vocab", str(vocab), "--out", str(out)]
     arguments += ["--drop-duplicates", "lines", "--holdout", "0.2", "--partition"]
@@ -92,7 +92,7 @@ def test_it_is_the_same_corpus(part, text, vocab, once, tmp_path, capsys, monkey
     assert contents(out) == contents(once)
 
 
-# The kernel ends this process, as kill -9 would, when it has written this file.
+# The process is killed when it has written this file.
 KILLED = f"""{IMPORT}
 import os, signal, threading, time
 def watch():
@@ -106,7 +106,7 @@ prepare([sys.argv[1]], vocab=sys.argv[2], out=sys.argv[3], **options)
 
 
 @pytest.mark.process
-def test_killed_in_either_pass_it_goes_on(text, vocab, once, tmp_path):
+def test_run_killed_in_either_pass_resumes(text, vocab, once, tmp_path):
     out = tmp_path / "out"
     for name in ("000001.hashes.json", "000002.drops", "000001.counts"):
         command = [sys.executable, "-c", KILLED, text, vocab, out, out / f"parts/input-group-{name}"]
@@ -116,12 +116,12 @@ def test_killed_in_either_pass_it_goes_on(text, vocab, once, tmp_path):
     assert contents(out) == contents(once)
 
 
-def test_what_cannot_be_read_twice_is_refused(vocab, tmp_path):
+def test_dropping_duplicates_of_a_pipe_is_refused(vocab, tmp_path):
     options = {"vocab": vocab, "out": tmp_path / "out", "progress": False}
     with pytest.raises(ValueError, match="drop_duplicates needs files as input, not documents"):
         prepare(iter(["w1"]), drop_duplicates="lines", **options)
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ValueError, match=r"pipe.txt: not a regular file, and dropping duplicates reads the text twice"):
+    with pytest.raises(ValueError, match=r"pipe.txt: not a regular file; drop_duplicates reads the text twice"):
         prepare([tmp_path / "pipe.txt"], drop_duplicates="lines", **options)
-    with pytest.raises(ValueError, match='drop_duplicates = "words": unknown; choose "documents" or "lines"'):
+    with pytest.raises(ValueError, match='drop_duplicates = "words": must be "documents" or "lines"'):
         prepare([tmp_path / "pipe.txt"], drop_duplicates="words", **options)

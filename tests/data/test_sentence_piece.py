@@ -1,4 +1,4 @@
-"""The `spm.model` of DeBERTa V2 and V3: ids are those of SentencePiece, also in what we write of it."""
+"""The `spm.model` of DeBERTa V2 and V3: ids equal SentencePiece's, also in the files that we write."""
 
 import io
 import json
@@ -95,7 +95,7 @@ def encoded(tokenizer, texts=TEXTS):
 
 
 @pytest.mark.parametrize("options", [{}, {"byte_fallback": False}, {"normalization_rule_name": "nmt_nfkc_cf"}], ids=str)
-def test_ids_are_those_of_sentence_piece(options, tmp_path):
+def test_ids_equal_sentence_piece(options, tmp_path):
     model = trained(**options)
     theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
     ours = ef.Tokenizer(folder_of(tmp_path / "a", model, added_tokens={"[MASK]": len(theirs)}))
@@ -116,7 +116,7 @@ def test_ids_are_those_of_sentence_piece(options, tmp_path):
     assert written.decode(first) == ours.decode(first) == "the shore"
 
 
-def test_bytes_of_unknown_characters(released, tmp_path):
+def test_unknown_characters_become_bytes(released, tmp_path):
     tokenizer = ef.Tokenizer(folder_of(tmp_path / "a", released))
     [pieces] = tokenizer.encode_with_offsets(["song 😀"])
     assert [tokenizer.id_to_token(i) for i in pieces.ids][-4:] == ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"]
@@ -132,29 +132,29 @@ def test_added_tokens_stay_whole(tmp_path):
     assert [tokenizer.id_to_token(tokenizer.vocab_size - i) for i in (2, 1)] == ["[MASK]", "<own>"]
 
 
-def test_lowercase(released, tmp_path):
+def test_lowercase_is_honored(released, tmp_path):
     cased, lower = (
         ef.Tokenizer(folder_of(tmp_path / str(value), released, {"do_lower_case": value})) for value in (False, True)
     )
     assert encoded(lower, LINES) == encoded(cased, [line.lower() for line in LINES]) != encoded(cased, LINES)
 
 
-def test_text_of_kept_entries_has_its_old_tokens(released, tmp_path):
+def test_text_of_kept_entries_keeps_its_tokens(released, tmp_path):
     whole = folder_of(tmp_path / "a", released)
     report = ef.vocab(LINES[:3], out=tmp_path / "b", trim=whole, kind="documents", progress=False)
     trimmed = ef.Tokenizer(tmp_path / "b")
     assert report.num_entries == trimmed.vocab_size == trimmed.special_tokens["mask"] + 1 < report.trimmed_from
     pieces = [
-        [[each.id_to_token(i) for i in ids] for ids in encoded(each, [*LINES[:3], "😀"])]
-        for each in (ef.Tokenizer(whole), trimmed)
+        [[tokenizer.id_to_token(i) for i in ids] for ids in encoded(tokenizer, [*LINES[:3], "😀"])]
+        for tokenizer in (ef.Tokenizer(whole), trimmed)
     ]
     assert pieces[0] == pieces[1]
 
 
 def saved_by_transformers_4(folder, model):
-    """Its rules for an spm.model with these entries; its class takes them from the file as they are."""
+    """The rules of `transformers` 4 for an spm.model with these entries; its class reads the rules of the file."""
     tokenizer = json.loads(ef.Tokenizer(folder_of(folder, model)).to_json())
-    [character_map] = [each for each in tokenizer["normalizer"]["normalizers"] if each["type"] == "Precompiled"]
+    [character_map] = [step for step in tokenizer["normalizer"]["normalizers"] if step["type"] == "Precompiled"]
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
     ends = {"type": "Strip", "strip_left": True, "strip_right": True}
     tokenizer["normalizer"]["normalizers"] = [ends, character_map, spaces]
@@ -164,8 +164,8 @@ def saved_by_transformers_4(folder, model):
     return Crate.from_file(str(folder / "tokenizer.json")).encode_batch(TEXTS, add_special_tokens=False)
 
 
-def test_files_of_both_classes_of_transformers_keep_their_rules(released, tmp_path):
-    theirs = [each.ids for each in saved_by_transformers_4(tmp_path / "4", released)]
+def test_files_of_both_transformers_classes_keep_their_rules(released, tmp_path):
+    theirs = [encoding.ids for encoding in saved_by_transformers_4(tmp_path / "4", released)]
     assert encoded(ef.Tokenizer(tmp_path / "4")) == theirs
     vocab = json.loads((tmp_path / "4/tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     made = DebertaV2Tokenizer(vocab=[(piece, score) for piece, score in vocab], unk_id=3)
@@ -178,7 +178,7 @@ def test_files_of_both_classes_of_transformers_keep_their_rules(released, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["do_lower_case", "split_by_punct"])
-def test_a_tokenizer_json_and_a_setting_that_disagree(name, released, tmp_path):
+def test_tokenizer_json_and_setting_that_disagree_are_refused(name, released, tmp_path):
     saved_by_transformers_4(tmp_path / "a", released)
     (tmp_path / "a/tokenizer_config.json").write_text(json.dumps({name: True}), encoding="utf-8")
     with pytest.raises(ValueError, match=f"{name} is true, but .*tokenizer.json has other rules"):
@@ -194,11 +194,11 @@ def test_a_tokenizer_json_and_a_setting_that_disagree(name, released, tmp_path):
         ({"treat_whitespace_as_suffix": True}, RELEASED, "spm.model: treat_whitespace_as_suffix .* is True"),
         ({}, {"split_by_punct": True}, "tokenizer_config.json: split_by_punct is true, but .*spm.model"),
         ({}, {"add_prefix_space": False}, "tokenizer_config.json: add_prefix_space is false, but .*spm.model"),
-        ({}, {"tokenizer_class": "BertTokenizer"}, 'tokenizer_class is "BertTokenizer" in .*config.json, whose rules'),
-        ({}, {"added_tokens_decoder": {"9": {"content": "[MASK]"}}}, r'"\[MASK\]" has the id 9, but'),
+        ({}, {"tokenizer_class": "BertTokenizer"}, 'tokenizer_class is "BertTokenizer" in .*config.json, but an spm'),
+        ({}, {"added_tokens_decoder": {"9": {"content": "[MASK]"}}}, r'"\[MASK\]" has id 9, but'),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(options, config, message, released, tmp_path):
+def test_unsupported_settings_are_refused_by_name(options, config, message, released, tmp_path):
     model = trained(**options) if options else released
     with pytest.raises(ValueError, match=message) as caught:
         ef.Tokenizer(folder_of(tmp_path / "a", model, config))
@@ -206,12 +206,12 @@ def test_what_is_not_supported_is_refused_by_its_name(options, config, message, 
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 4000, -1])
-def test_part_of_a_file(size, released, tmp_path):
+def test_truncated_file_is_refused(size, released, tmp_path):
     folder = folder_of(tmp_path / "a", released[:size])
-    with pytest.raises(ValueError, match=r"spm.model: not a whole SentencePiece model; copy it again"):
+    with pytest.raises(ValueError, match=r"spm.model: not a complete SentencePiece model; download"):
         ef.Tokenizer(folder)
 
 
-def test_case_belongs_to_other_files(released, tmp_path):
-    with pytest.raises(ValueError, match=r"spm.model: cased and strip_accents belong to vocab.txt"):
+def test_case_options_are_refused(released, tmp_path):
+    with pytest.raises(ValueError, match=r"spm.model: cased and strip_accents apply to a vocab.txt only"):
         ef.Tokenizer(folder_of(tmp_path / "a", released), cased=True)

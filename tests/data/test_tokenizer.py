@@ -1,4 +1,4 @@
-"""Vocabularies on disk: reading, casing, comparison, and what is rejected."""
+"""Vocabularies on disk: reading, casing, comparison, and errors."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def write_vocab(path, *words):
 
 
 class TestReading:
-    def test_what_cannot_be_read_is_named(self, tmp_path):
+    def test_unreadable_file_is_reported(self, tmp_path):
         for name in ("none.txt", "none.json"):
             with pytest.raises(FileNotFoundError, match=f"{name}: not found"):
                 Tokenizer(tmp_path / name)
@@ -51,7 +51,7 @@ class TestReading:
             with pytest.raises(ValueError, match=f"{name}: {reason}"):
                 Tokenizer(tmp_path / name)
 
-    def test_a_folder_is_looked_through(self, tmp_path):
+    def test_tokenizer_is_opened_by_its_folder(self, tmp_path):
         vocab = write_vocab(tmp_path / "vocab.txt", "a", "A")
         assert Tokenizer(tmp_path).path == vocab
         write_tokenizer(tmp_path / "run/tokenizer", Tokenizer(vocab, cased=False), 512)
@@ -59,9 +59,9 @@ class TestReading:
         assert run.path == tmp_path / "run/tokenizer/tokenizer.json"
         assert [ids.tolist() for ids in run.encode_batch(["A"])] == [[5]]
         (tmp_path / "run/tokenizer/tokenizer.json").unlink()
-        assert Tokenizer(tmp_path / "run").options == UNCASED  # as tokenizer_config.json says
+        assert Tokenizer(tmp_path / "run").options == UNCASED  # from tokenizer_config.json
         prepare(iter(["A a"]), vocab=vocab, cased=False, out=tmp_path / "shards", progress=False)
-        corpus = Tokenizer(tmp_path / "shards")  # which tells the case of its own vocabulary
+        corpus = Tokenizer(tmp_path / "shards")  # the manifest has the case of its vocabulary
         assert corpus.options == UNCASED and not corpus.casing_inferred
 
 
@@ -72,7 +72,7 @@ class TestCase:
         return tmp_path / "text.txt"
 
     @pytest.mark.parametrize(("flags", "options"), [(["--cased"], CASED), ([], LOWER), (["--strip-accents"], UNCASED)])
-    def test_vocab_keeps_it_and_prepare_follows(self, text, tmp_path, flags, options):
+    def test_vocab_stores_case_and_prepare_uses_it(self, text, tmp_path, flags, options):
         vocab = tmp_path / "v/vocab.txt"
         assert run("vocab", text, "--out", vocab, "--size", 64, *flags).returncode == 0
         names = ["tokenizer.json", "tokenizer_config.json", "vocab.txt"]
@@ -83,11 +83,11 @@ class TestCase:
         done = run("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         assert done.returncode == 0 and "judging" not in done.stderr, done.stderr
         assert Corpus(tmp_path / "shards").tokenizer_options == options
-        kept = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
-        assert ("が" in kept) == (flags != ["--strip-accents"])
+        decoded = Tokenizer.of(Corpus(tmp_path / "shards")).decode(Corpus(tmp_path / "shards")[0])
+        assert ("が" in decoded) == (flags != ["--strip-accents"])
         assert Tokenizer(vocab, cased=flags != ["--cased"]).options != options  # explicit flags take precedence
 
-    def test_a_tokenizer_json_alone(self, text, tmp_path):
+    def test_tokenizer_json_without_vocab_txt(self, text, tmp_path):
         report = ef.vocab([text], out=tmp_path / "v/own.json", size=64, cased=True, progress=False)
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["own.json"]
         ef.vocab([text], out=tmp_path / "w/vocab.txt", size=64, cased=True, progress=False)
@@ -105,14 +105,14 @@ class TestCase:
             (["か"], "uncased (text is lowercased, accents are dropped)", UNCASED),
         ],
     )
-    def test_a_guess_is_said_with_the_flag_that_settles_it(self, text, tmp_path, words, found, options):
+    def test_guessed_case_is_reported_with_the_flag(self, text, tmp_path, words, casing, options):
         vocab = write_vocab(tmp_path / "vocab.txt", *words)
         done = run("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
         [line] = [line for line in done.stderr.splitlines() if "judging" in line]
-        assert line.startswith(f"{vocab}: taken as {found}, ")
+        assert line.startswith(f"{vocab}: assumed {casing} from ")
         assert "--cased or --uncased" in line
         assert Corpus(tmp_path / "shards").tokenizer_options == options
-        told = UNCASED if options == CASED else options  # by BERT's rule, or as the entries show
+        told = UNCASED if options == CASED else options  # by BERT's rule, or inferred from the entries
         assert Tokenizer(vocab, cased=False).options == told
         done = run("prepare", text, "--vocab", vocab, "--uncased", "--out", tmp_path / "told")
         assert done.returncode == 0 and "judging" not in done.stderr
@@ -126,12 +126,12 @@ class TestCase:
         opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
         assert opened(text, add_special_tokens=False)["input_ids"] == expected
         assert Tokenizer(tmp_path / "v").special_tokens["unk"] not in expected
-        (tmp_path / "v/tokenizer.json").unlink()  # the settings of the other file suffice
+        (tmp_path / "v/tokenizer.json").unlink()  # the settings in the other file are sufficient
         opened = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "v"))
         assert opened(text, add_special_tokens=False)["input_ids"] == expected
         assert Tokenizer(tmp_path / "v").encode_batch([text])[0].tolist() == expected
 
-    def test_other_rules_beside_it_are_an_error(self, tmp_path):
+    def test_conflicting_tokenizer_json_is_an_error(self, tmp_path):
         vocab = write_vocab(tmp_path / "vocab.txt", "a")
         rules = json.loads(Tokenizer(vocab).to_json())
         rules["pre_tokenizer"] = {"type": "Whitespace"}
@@ -157,7 +157,7 @@ ODD_TEXTS = [
 
 @pytest.fixture(params=["uncased", "cased", "uncased with accents", "byte-level", "byte-level, trimmed"])
 def odd_tokenizer(request, tmp_path):
-    """A tokenizer.json whose vocabulary has most characters of `ODD_TEXTS`, and some words."""
+    """A tokenizer.json with most characters of `ODD_TEXTS` and some words in its vocabulary."""
     if request.param.startswith("byte-level"):
         other = tokenizers.Tokenizer(models.BPE())
         other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -195,7 +195,7 @@ def test_offsets_equal_those_of_tokenizers(odd_tokenizer):
 @pytest.mark.parametrize(
     ("others", "command", "message"),
     [
-        (["vocab.txt"], "vocab text.txt --out vocab.txt", "vocab.txt: exists and would be overwritten; give --out"),
+        (["vocab.txt"], "vocab text.txt --out vocab.txt", "vocab.txt: exists and would be overwritten; choose"),
         (["tokenizer.json"], "vocab text.txt --out vocab.txt", "tokenizer.json: exists and would be overwritten"),
         ([], "vocab text.txt --out text.txt", "text.txt: is one of the inputs and would be overwritten"),
         ([], "vocab *.txt --out text.txt", "text.txt: is one of the inputs and would be overwritten"),
@@ -203,7 +203,7 @@ def test_offsets_equal_those_of_tokenizers(odd_tokenizer):
         (["vocab.txt"], "prepare . --vocab vocab.txt --out shards", "vocab.txt: the vocabulary itself is among the in"),
     ],
 )
-def test_files_are_neither_overwritten_nor_their_own_input(tmp_path, monkeypatch, others, command, message):
+def test_existing_files_and_inputs_are_not_overwritten(tmp_path, monkeypatch, others, command, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some words " * 50)
     for name in others:
@@ -240,8 +240,8 @@ def folder(tmp_path_factory, tiny_corpus, tiny_vocab):
     return folder
 
 
-class TestVocabulariesToldApart:
-    def test_one_vocabulary_has_one_hash(self, folder, tiny_corpus, tiny_vocab):
+class TestVocabulariesAreDistinguished:
+    def test_equal_vocabularies_have_equal_hashes(self, folder, tiny_corpus, tiny_vocab):
         places = [tiny_vocab, folder / "run", folder / "export", folder / "export/generator/vocab.txt"]
         hashes = {Tokenizer(place).content_hash for place in places}
         hashes |= {Tokenizer.of(Corpus(corpus)).content_hash for corpus in (tiny_corpus, folder / "same")}
@@ -253,7 +253,7 @@ class TestVocabulariesToldApart:
     @pytest.mark.parametrize(
         ("source", "other"), [("run", "shuffled"), ("export", "smaller"), ("run/checkpoints/step-1", "cased")]
     )
-    def test_evaluate_refuses_another(self, folder, tiny_corpus, source, other):
+    def test_evaluate_refuses_another_vocabulary(self, folder, tiny_corpus, source, other):
         run_tokenizer, other_tokenizer = (Tokenizer.of(Corpus(corpus)) for corpus in (tiny_corpus, folder / other))
         with pytest.raises(ValueError, match="tokenizer.json .* is not the vocabulary of the corpus, ") as caught:
             evaluate(folder / source, folder / other)
@@ -262,14 +262,14 @@ class TestVocabulariesToldApart:
             assert tokenizer.content_hash in str(caught.value)
         assert "prepare the text with --vocab" in str(caught.value)
 
-    def test_an_imported_run_refuses_another(self, folder, tmp_path):
+    def test_imported_run_refuses_another_vocabulary(self, folder, tmp_path):
         assert evaluate(folder / "run", folder / "same", max_batches=1)["rows"]
         import_(folder / "export", out=tmp_path / "imported")
         with pytest.raises(ValueError, match="is not the vocabulary of the corpus"):
             pretrain(folder / "cased", config=tiny_config(), out=tmp_path / "imported")
         assert pretrain(folder / "same", config=tiny_config(), out=tmp_path / "imported").step == 1
 
-    def test_two_models_have_one_vocabulary(self, folder, tmp_path):
+    def test_generator_needs_the_vocabulary_of_the_discriminator(self, folder, tmp_path):
         mixed = shutil.copytree(folder / "export", tmp_path / "mixed")
         write_tokenizer(mixed / "generator", Tokenizer(folder / "shuffled.txt"), 512)
         with pytest.raises(ValueError, match="generator/tokenizer.json: must have the same vocabulary as"):
@@ -280,7 +280,7 @@ class TestVocabulariesToldApart:
             import_(mixed, out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_a_run_without_its_tokenizer(self, folder, tmp_path):
+    def test_run_without_tokenizer_is_refused(self, folder, tmp_path):
         run = shutil.copytree(folder / "run", tmp_path / "run")
         shutil.rmtree(run / "tokenizer")
         for use in (
@@ -294,17 +294,17 @@ class TestVocabulariesToldApart:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("model.vocab.##b", 2**32 - 1, '"##b" has the id 4294967295, and ids must be below 16777216'),
+        ("model.vocab.##b", 2**32 - 1, '"##b" has id 4294967295; ids must be below 16777216'),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "not a usable tokenizer"),
-        # What the library finds at the first text, or at the first ids.
+        # Errors that the library raises at the first text, or at the first ids.
         ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "not a usable tokenizer"),
         ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}, "not a usable tokenizer"),
         ("version", '1.0" "x": "', r"not a usable tokenizer \(expected .* at line 1 column"),
-        # No mistake: words may be as long as the text.
+        # Not an error: words may be as long as the text.
         ("model.max_input_chars_per_word", 2**63, None),
     ],
 )
-def test_a_file_at_which_the_library_panics_is_one_line(tmp_path, capfd, part, value, message):
+def test_library_panic_is_one_line(tmp_path, capfd, part, value, message):
     rules = json.loads(Tokenizer(write_vocab(tmp_path / "vocab.txt", "a", "##b")).to_json())
     *parents, name = part.split(".")
     table = rules

@@ -1,6 +1,6 @@
-"""Tokenizers of every kind under every setting: ids are those of `transformers`, or one line refuses the setting.
+"""Tokenizers of every kind with every setting: ids equal those in `transformers`, or one line refuses the setting.
 
-The exception is the rule for names in text, which is checked directly: the five tokens that the model uses for itself
+The exception is the rule for names in text, which is checked directly: the model's five special tokens
 never come from text, and every other added token stays whole.
 """
 
@@ -39,7 +39,7 @@ def texts(names, count=120):
 
 
 def check_ids(folder):
-    """Compares ids with those of `transformers`, except where a name in the text gives one of the five there."""
+    """Compares ids with `transformers`, except for names in the text that it turns into special tokens."""
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer(folder)
     special = ours.special_tokens
@@ -157,8 +157,8 @@ def saved(kind, folder, added):
 @pytest.mark.parametrize(
     ("kind", "added"), [*((kind, True) for kind in KINDS), ("byte-level BPE", False), ("WordPiece", False)]
 )
-def test_every_kind(kind, added, tmp_path):
-    """With added tokens; without any, the fast path and the crate are chosen by other rules."""
+def test_every_kind_has_the_ids_of_transformers(kind, added, tmp_path):
+    """With and without added tokens, which affect the choice between the fast path and the crate."""
     tokenizer = check_ids(saved(kind, tmp_path / "a", added))
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.special_tokens == tokenizer.special_tokens and again.content_hash == tokenizer.content_hash
@@ -166,7 +166,7 @@ def test_every_kind(kind, added, tmp_path):
     assert check_ids(tmp_path / "b").content_hash == tokenizer.content_hash
     copy_tokenizer(tmp_path / "a", tmp_path / "c", ["input_ids"], {"split_special_tokens": True})
     assert check_ids(tmp_path / "c").content_hash == tokenizer.content_hash
-    # Lines are cut for threads where that changes nothing.
+    # Threads get pieces of lines, cut where this does not change tokens.
     text = " ".join(texts(names_of(tokenizers.Tokenizer.from_str(tokenizer.to_json())))).replace("\n", " ")
     prepare(iter([text]), vocab=tokenizer, out=tmp_path / "shards", progress=False)
     corpus = Corpus(tmp_path / "shards")
@@ -185,11 +185,11 @@ MARKS = dict.fromkeys(KINDS, "##") | {
     "words": None,
     "words and punctuation": None,
 }
-"""The mark of what begins a word, or of what continues one (`##`)."""
+"""The mark of tokens that begin a word, or continue one (`##`)."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_vocabulary_marks_words_in_its_way(kind, tmp_path):
+def test_word_starts_of_each_kind_of_vocabulary(kind, tmp_path):
     tokenizer = Tokenizer(saved(kind, tmp_path / "a", False))
     mark = MARKS[kind]
     starts = tokenizer.word_starts()
@@ -229,7 +229,7 @@ LOWER = {"do_lower_case": True}
     ],
     ids=str,
 )
-def test_every_setting_of_a_vocabulary(config, tmp_path):
+def test_every_setting_has_the_ids_of_transformers(config, tmp_path):
     tokenizer = check_ids(bert_folder(tmp_path / "a", config))
     write_tokenizer(tmp_path / "b", tokenizer, 512)
     assert check_ids(tmp_path / "b").content_hash == tokenizer.content_hash
@@ -249,7 +249,7 @@ def bert_folder(folder, config, **others):
     return folder
 
 
-def test_older_files_name_added_tokens_too(tmp_path):
+def test_added_tokens_in_older_files(tmp_path):
     special = {"additional_special_tokens": ["[E1]", "<ent>"], "mask_token": "mask"}
     folder = bert_folder(
         tmp_path / "a", LOWER, added_tokens={"[E1]": NEXT, "new york": NEXT + 1}, special_tokens_map=special
@@ -277,16 +277,16 @@ JAPANESE = {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "
         (JAPANESE, 'tokenizer_class is "BertJapaneseTokenizer" in .*tokenizer_config.json'),
         (LOWER | {"tokenizer_class": "HerbertTokenizer"}, 'tokenizer_class is "HerbertTokenizer"'),
         (LOWER | {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}, "auto_map names a tokenizer in Python"),
-        (LOWER | {"never_split": ["ann"]}, r'never_split is \["ann"\]'),
-        (LOWER | {"do_basic_tokenize": False}, "do_basic_tokenize is false"),
+        (LOWER | {"never_split": ["ann"]}, r'never_split = \["ann"\]'),
+        (LOWER | {"do_basic_tokenize": False}, "do_basic_tokenize = false"),
         ({}, "no do_lower_case, so transformers lowercases and strips accents, but .*vocab.txt has entries"),
-        (LOWER | {"mask_token": "<mask>"}, 'mask_token is "<mask>", which .*vocab.txt does not have'),
-        (LOWER | {"image_token": "<image>"}, 'image_token is "<image>", which only some releases'),
-        (LOWER | {"added_tokens_decoder": {"999": marker("[E1]")}}, r'added token "\[E1\]" has the id 999, but [0-9]+'),
+        (LOWER | {"mask_token": "<mask>"}, 'mask_token = "<mask>": not in .*vocab.txt'),
+        (LOWER | {"image_token": "<image>"}, 'image_token = "<image>": only some releases'),
+        (LOWER | {"added_tokens_decoder": {"999": marker("[E1]")}}, r'added token "\[E1\]" has id 999, but [0-9]+'),
         (LOWER | {"split_special_tokens": True, "additional_special_tokens": ["[E1]"]}, "split_special_tokens is true"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_its_name(config, message, tmp_path):
+def test_unsupported_settings_are_refused_by_name(config, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer(bert_folder(tmp_path / "a", config))
     assert "\n" not in str(caught.value)
@@ -295,17 +295,17 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(config, message, tmp_pat
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("WordPiece", {"tokenizer_class": "BertTokenizer", "strip_accents": None}, "no do_lower_case, which .*false"),
+        ("WordPiece", {"tokenizer_class": "BertTokenizer", "strip_accents": None}, "no do_lower_case: .*false"),
         ("words", {"tokenizer_class": "BertTokenizer"}, "tokenizer.json: has other rules than BERT's"),
         ("Unigram", {"tokenizer_class": "RobertaTokenizer"}, "tokenizer.json: has other rules than byte-level BPE"),
         ("words", {"tokenizer_class": "XLMRobertaTokenizer"}, "tokenizer.json: has other rules than SentencePiece's"),
         ("byte-level BPE", {"add_prefix_space": True}, "add_prefix_space is true, but false in .*tokenizer.json"),
-        ("words", {"unk_token": "[SEP]"}, 'unk_token is "\\[SEP\\]", but the model .* makes "\\[UNK\\]"'),
+        ("words", {"unk_token": "[SEP]"}, 'unk_token is "\\[SEP\\]", but "\\[UNK\\]" in the model of'),
         ("words", {"tokenizer_class": "PhobertTokenizer"}, 'tokenizer_class is "PhobertTokenizer"'),
-        ("words", {"added_tokens_decoder": {"0": marker("[PAD]"), "3": marker("the")}}, '"the" has the id 3, but'),
+        ("words", {"added_tokens_decoder": {"0": marker("[PAD]"), "3": marker("the")}}, '"the" has id 3, but'),
     ],
 )
-def test_a_tokenizer_json_and_its_settings_that_disagree(kind, changes, message, tmp_path):
+def test_conflicting_settings_of_a_tokenizer_json_are_refused(kind, changes, message, tmp_path):
     folder = saved(kind, tmp_path / "a", False)
     path = folder / "tokenizer.json"
     if kind == "WordPiece":
@@ -318,7 +318,7 @@ def test_a_tokenizer_json_and_its_settings_that_disagree(kind, changes, message,
 
 
 @pytest.mark.parametrize("change", ["an id", "a missing entry"])
-def test_two_vocabularies_in_one_folder_that_disagree(change, tmp_path):
+def test_conflicting_vocabularies_in_a_folder_are_refused(change, tmp_path):
     folder = bert_folder(tmp_path / "a", CASED)
     (folder / "tokenizer.json").write_text(Tokenizer(folder).to_json(), encoding="utf-8")
     assert Tokenizer(folder).path.name == "tokenizer.json"
@@ -337,5 +337,5 @@ def test_dropout_is_refused(tmp_path):
     made = byte_level(False)
     made.model.dropout = 0.1
     made.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"tokenizer.json: dropout of its model makes ids random"):
+    with pytest.raises(ValueError, match=r"tokenizer.json: model.dropout makes ids random"):
         Tokenizer(tmp_path)

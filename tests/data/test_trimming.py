@@ -1,4 +1,4 @@
-"""`vocab --trim`: text of kept entries has the tokens of the whole vocabulary, in ours and in `transformers`."""
+"""`vocab --trim`: text of kept entries keeps its tokens, here and in `transformers`."""
 
 import json
 import random
@@ -71,7 +71,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer folder with two added tokens: <mask>, and one that is whole in text."""
+    """A tokenizer folder with two added tokens: <mask>, and a token that stays whole in text."""
     make, post_processor = KINDS[request.param]
     crate = make()
     crate.post_processor = post_processor
@@ -83,7 +83,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def test_text_of_kept_entries_has_its_old_tokens(model: Path, tmp_path: Path) -> None:
+def test_text_of_kept_entries_keeps_its_tokens(model: Path, tmp_path: Path) -> None:
     before = ef.Tokenizer(model)
     (tmp_path / ".out.shards.writing" / "of a killed run").mkdir(parents=True)
     report = ef.vocab(LINES[:40], out=tmp_path / "out", trim=model, kind="documents", progress=False)
@@ -101,7 +101,7 @@ def test_text_of_kept_entries_has_its_old_tokens(model: Path, tmp_path: Path) ->
             assert kept_ids[trimmed].tolist() == ids.tolist()
         assert trimmed.tolist() == old[1](line, add_special_tokens=False).input_ids
     assert 45 < num_alike < len(LINES)
-    theirs, ours = (each(LINES[0], LINES[1]).input_ids for each in old)
+    theirs, ours = (tokenizer(LINES[0], LINES[1]).input_ids for tokenizer in old)
     assert kept_ids[ours].tolist() == theirs
     assert after.special_tokens == before.special_tokens | {"mask": after.vocab_size - 2}
     assert (old[1].model_max_length, old[1].mask_token, old[1].pad_token_id) == (77, "<mask>", 1)
@@ -114,26 +114,28 @@ def counts(tokenizer: ef.Tokenizer, texts: list[str]) -> np.ndarray:
 def test_no_kept_character_is_unknown(model: Path) -> None:
     before = ef.Tokenizer(model)
     after, _ = with_entries_of(before, counts(before, LINES[:40]))
-    for each in (before, after):
-        assert before.special_tokens["unk"] not in np.concatenate(each.encode_batch(["zzakta", "rosaka"]))
+    for tokenizer in (before, after):
+        assert before.special_tokens["unk"] not in np.concatenate(tokenizer.encode_batch(["zzakta", "rosaka"]))
 
 
-def test_a_size_keeps_the_most_frequent(model: Path) -> None:
+def test_size_keeps_the_most_frequent_entries(model: Path) -> None:
     before = ef.Tokenizer(model)
     used = counts(before, LINES) > 0
-    occurrences = np.where(used, 10 + np.arange(before.vocab_size), 0)  # another order than that of training
+    occurrences = np.where(used, 10 + np.arange(before.vocab_size), 0)  # another order than in training
     whole, _ = with_entries_of(before, occurrences)
     size = whole.vocab_size - 20
     after, kept_ids = with_entries_of(before, occurrences, size)
     assert size - 3 <= after.vocab_size <= size
     lost = np.setdiff1d(occurrences.nonzero()[0], kept_ids)
     assert len(lost) and lost.max() < np.median(used.nonzero()[0])
-    with pytest.raises(ef.InputError, match=r"^size = 9 is less than the .* special tokens, bytes .*; raise it$"):
+    with pytest.raises(
+        ef.InputError, match=r"^size = 9: must be at least .* special tokens, bytes and ASCII characters$"
+    ):
         with_entries_of(before, occurrences, 9)
 
 
-def test_an_unknown_character_costs_as_much_as_before(tmp_path: Path) -> None:
-    """Ten more than the rarest entry, which therefore stays."""
+def test_unknown_character_keeps_its_score(tmp_path: Path) -> None:
+    """Ten below the score of the rarest entry, which is therefore kept."""
     pieces = [("unused", -3.0), ("rare", -30.0), ("Xa", -20.0), ("b", -15.0), ("ab", -1.0)]
     crate = Crate(models.Unigram([*pieces, *((name, 0.0) for name in [*NAMES, "<mask>"])], unk_id=8))
     crate.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -145,7 +147,7 @@ def test_an_unknown_character_costs_as_much_as_before(tmp_path: Path) -> None:
         assert kept_ids[after.encode_batch([text])[0]].tolist() == before.encode_batch([text])[0].tolist()
 
 
-def test_everything_used_twice_changes_nothing(model: Path) -> None:
+def test_trimming_without_unused_entries_changes_nothing(model: Path) -> None:
     before = ef.Tokenizer(model)
     after, _ = with_entries_of(before, counts(before, LINES))
     again, kept_ids = with_entries_of(after, counts(after, LINES))
@@ -153,18 +155,18 @@ def test_everything_used_twice_changes_nothing(model: Path) -> None:
 
 
 REFUSED = {
-    "--cased": r"cased = True is for training a vocabulary; with trim, the model's rules stay",
-    "--sample 5000": r"sample = 5000 is for training",
-    "--out vocab.txt": r"vocab.txt: a trimmed tokenizer is several files; name a folder for them with --out",
+    "--cased": r"cased = True: applies to training a vocabulary only; remove cased or trim",
+    "--sample 5000": r"sample = 5000: applies to training",
+    "--out vocab.txt": r"vocab.txt: must be a folder, because a trimmed tokenizer has several files",
     "--out {full}": r".*full: not empty; choose another folder",
-    "--size 7": r"size = 7 is less than the \d+ special tokens, bytes and characters of ASCII; raise it",
+    "--size 7": r"size = 7: must be at least \d+, for special tokens, bytes and ASCII characters",
     "--trim {full}": r".*tokenizer.json: not found, nor vocab.txt",
     "{full}/empty.txt": r"the corpus is empty: no token in all the input",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_trimmed_is_refused(model: Path, tmp_path: Path, words: str) -> None:
+def test_unsupported_trimming_is_refused(model: Path, tmp_path: Path, words: str) -> None:
     full = tmp_path / "full"
     out = tmp_path / "out"
     full.mkdir()
@@ -180,7 +182,7 @@ def test_what_cannot_be_trimmed_is_refused(model: Path, tmp_path: Path, words: s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
-def test_text_of_another_script_says_what_is_lost(tmp_path: Path) -> None:
+def test_text_of_another_script_is_reported(tmp_path: Path) -> None:
     crate = word_piece()
     crate.add_special_tokens(["<mask>"])
     crate.save(str(tmp_path / "tokenizer.json"))

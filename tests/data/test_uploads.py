@@ -1,4 +1,4 @@
-"""Objects written to, read from and removed from a real S3 server on the loopback."""
+"""Objects written to, read from and removed from a local S3 server."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def credentials(s3, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 1000, (16 << 20) + 1, 25_000_000])
-def test_a_file_comes_back_as_it_was(size, tmp_path):
+def test_uploaded_file_is_downloaded_unchanged(size, tmp_path):
     data = os.urandom(size)
     (tmp_path / "a").write_bytes(data)
     assert upload(str(tmp_path / "a"), f"s3://bucket/{size}/deep/a%20%C3%BC.bin")
@@ -48,13 +48,13 @@ def test_objects_are_replaced_created_and_deleted(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("https://host/x", "https://host/x: a web server cannot be written; give an s3://"),
+        ("https://host/x", "https://host/x: web servers are read-only; pass an s3://"),
         ("s3://absent/x", "s3://absent/x: not found; check the URL, the bucket and the region"),
-        ("s3://key:secret@bucket/x", "leave it out"),
+        ("s3://key:secret@bucket/x", "remove it"),
         ("/tmp/x", "/tmp/x: not a URL"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_one_line(url, message, tmp_path):
+def test_unwritable_url_is_one_line(url, message, tmp_path):
     (tmp_path / "a").write_text("x")
     for if_absent in (False, True):
         with pytest.raises((InputError, FileNotFoundError), match=message) as error:
@@ -62,7 +62,7 @@ def test_a_place_that_cannot_be_written_is_one_line(url, message, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_missing_object_leaves_no_file(tmp_path):
+def test_missing_object_leaves_no_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="s3://bucket/absent: not found"):
         download("s3://bucket/absent", str(tmp_path / "a"))
     with pytest.raises(FileNotFoundError, match="absent"):
@@ -70,7 +70,7 @@ def test_a_missing_object_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_an_upload_and_no_parts_stay(s3, tmp_path):
+def test_ctrl_c_ends_an_upload_without_leftover_parts(s3, tmp_path):
     with open(tmp_path / "large", "wb") as file:
         file.truncate(4 << 30)
     program = "import sys; from electra_fast._data import upload; print(flush=True); upload(*sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""`verify` and the reader name what is damaged. That every flipped bit and every length is noticed: in the crate."""
+"""`verify` and readers report damaged files. The crate tests that every flipped bit and wrong length is detected."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_sound_corpus_and_one_bit_in_each_file(corpus):
+def test_flipped_bit_in_each_file_is_reported(corpus):
     report = verify(corpus)
     assert report["files"] == len(files_of(corpus)) == 10
     assert report["bytes"] > 300 and report["content_hash"] == Corpus(corpus).content_hash
@@ -39,11 +39,11 @@ def test_a_sound_corpus_and_one_bit_in_each_file(corpus):
         verify(corpus)
 
 
-def test_a_file_cut_while_it_is_mapped_is_an_error_and_no_crash(corpus):
+def test_file_truncated_while_mapped_is_an_error(corpus):
     opened = Corpus(corpus)
     assert len(opened[0]) > 0
     os.truncate(corpus / "shard-000000-000.tokens", 0)
-    with pytest.raises(ValueError, match=r"shard-000000-000.tokens: 0 bytes instead of \d+: cut off while"):
+    with pytest.raises(ValueError, match=r"shard-000000-000.tokens: 0 bytes instead of \d+: truncated while"):
         opened[1]
 
 
@@ -60,7 +60,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def test_damage_is_named_with_its_block_and_noticed_by_readers(large):
+def test_damage_is_reported_with_its_block(large):
     folder, tokens = large
     flip(tokens, 3 * 65_536 + 17)
     corpus = Corpus(folder)
@@ -73,7 +73,7 @@ def test_damage_is_named_with_its_block_and_noticed_by_readers(large):
         verify(folder)
 
 
-def test_a_cut_off_shard_is_refused_at_once(large):
+def test_truncated_shard_is_refused_at_once(large):
     folder, tokens = large
     tokens.write_bytes(tokens.read_bytes()[:200_000])
     with pytest.raises(ValueError, match=rf"{tokens.name}: 200000 bytes instead of \d+: truncated in block 3"):
@@ -81,5 +81,5 @@ def test_a_cut_off_shard_is_refused_at_once(large):
     with pytest.raises(ValueError, match="truncated"):
         verify(folder)
     tokens.unlink()
-    with pytest.raises(ValueError, match=f"{tokens.name}: missing, though the manifest names it"):
+    with pytest.raises(ValueError, match=f"{tokens.name}: missing, although the manifest lists it"):
         Corpus(folder)

@@ -1,4 +1,4 @@
-"""Corpora at a web server that redirects, wants a password or never answers, and URLs that hold a secret."""
+"""Corpora on a web server that redirects, needs a password or never responds, and URLs with a secret."""
 
 import base64
 import contextlib
@@ -21,7 +21,7 @@ PASSWORD = "Basic " + base64.b64encode(b"bob:SECRET").decode()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a corpus below paths whose first part says how."""
+    """Serves a corpus; the first part of a path selects the behavior."""
 
     daemon_threads = True
 
@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.modified = "Tue, 01 Jan 2030 00:00:00 GMT"
         self.released = threading.Event()
-        # The process that gets Ctrl-C at a faulty request, which of them that is, and when it was.
+        # The process that gets Ctrl-C at a faulty request, the number of that request, and its time.
         self.interrupted = os.getpid()
         self.wanted = 0
         self.struck = 0.0
@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
 
     @contextlib.contextmanager
     def sound(self):
-        """A while without faults."""
+        """A context without faults."""
         self.is_sound = True
         yield
         self.is_sound = False
@@ -53,7 +53,7 @@ class Server(ThreadingHTTPServer):
             os.kill(self.interrupted, signal.SIGINT)
 
     def handle_error(self, *_):
-        """A client that has gone is no error."""
+        """Ignores clients that have disconnected."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        """The file, or what its path asks for."""
+        """Sends the file, or the fault that its path selects."""
         mode, _, name = self.path[1:].partition("?")[0].partition("/")
         if self.path.partition("?")[2].startswith("uploads"):
             return self.answer(200, b"<R><Bucket>a</Bucket><Key>b</Key><UploadId>1</UploadId></R>")
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def trickle(self):
-        """A byte now and then, of the range that was asked for if any was."""
+        """Sends a byte now and then, from the requested range if there is one."""
         if "Range" in self.headers:
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {self.headers['Range'].removeprefix('bytes=')}/1000000000")
@@ -152,19 +152,19 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "url"), [*((command, SECRETS[0]) for command in COMMANDS), *(("inspect", url) for url in SECRETS[1:])]
 )
-def test_a_secret_in_a_url_is_neither_shown_nor_stored(command, url, tiny_vocab, tiny_corpus, whole_run, tmp_path):
+def test_secret_in_a_url_is_neither_shown_nor_stored(command, url, tiny_vocab, tiny_corpus, whole_run, tmp_path):
     (tmp_path / "a.txt").write_text("the cat sees the dog\n")
     values = {"URL": url, "VOCAB": tiny_vocab, "CORPUS": tiny_corpus, "RUN": whole_run}
     values |= {"TEXT": tmp_path / "a.txt", "OUT": tmp_path / "out"}
     words = [str(values.get(word.split(":")[0], word)) + "".join(word.partition(":")[1:]) for word in COMMANDS[command]]
     done = run(*words)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("electra-fast: error: "), done.stderr
-    assert "leave it out and" in done.stderr and "SEC" not in done.stderr.replace("AWS_SECRET_ACCESS_KEY", "")
+    assert "remove it and" in done.stderr and "SEC" not in done.stderr.replace("AWS_SECRET_ACCESS_KEY", "")
     assert not any(b"SEC" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(web, tiny_corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"check the credentials and what they may read; .*\.netrc"):
+def test_password_from_netrc_is_sent_to_its_host_only(web, tiny_corpus, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"check the credentials and their read permission; .*\.netrc"):
         ef.Corpus(f"{web.url}/locked")
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login bob password SECRET\n")
     assert ef.Corpus(f"{web.url}/locked").content_hash == ef.Corpus(tiny_corpus).content_hash
@@ -173,9 +173,9 @@ def test_a_password_is_read_from_netrc_and_sent_to_no_other_host(web, tiny_corpu
         ef.Corpus(f"{web.url}/elsewhere")
 
 
-def test_redirects_stay_on_the_server_or_go_to_hosts_that_are_trusted(web, monkeypatch):
+def test_redirects_to_other_hosts_need_trust(web, monkeypatch):
     assert ef.verify(f"{web.url}/here")["files"] > 0
-    for mode, complaint in (("elsewhere", "redirects to http://localhost:"), ("circle", "redirects again and again")):
+    for mode, complaint in (("elsewhere", "redirects to http://localhost:"), ("circle", "too many redirects")):
         with pytest.raises(InputError, match=f"{web.url}/{mode}/manifest.json: the server {complaint}"):
             ef.Corpus(f"{web.url}/{mode}")
     monkeypatch.setenv("ELECTRA_FAST_REDIRECT_HOSTS", "example.org, localhost")
@@ -183,7 +183,7 @@ def test_redirects_stay_on_the_server_or_go_to_hosts_that_are_trusted(web, monke
 
 
 class Case:
-    """A store with a fault, and what calls need besides."""
+    """A store with a fault, and the other arguments of calls."""
 
     def __init__(self, web, fault, vocab, tmp_path):
         self.web = web
@@ -207,7 +207,7 @@ class Case:
         self.loader(self.late).restore(loader.state())
 
     def deleted(self):
-        """Its threads wait for the store."""
+        """Deletes a loader whose threads wait for the store."""
         loader = self.loader(self.late)._loader
         with contextlib.suppress(KeyboardInterrupt):
             next(loader)
@@ -216,7 +216,7 @@ class Case:
         raise KeyboardInterrupt
 
     def inherited(self):
-        """A forked child, which is the one to interrupt, opens a corpus again."""
+        """Opens a corpus again in a forked child, which is the process to interrupt."""
         with self.web.sound():
             corpus = ef.Corpus(self.url)
         self.web.interrupted = 0
@@ -265,7 +265,7 @@ CALLS = {
 }
 
 
-# Each fault, and each kind of request, once; all calls with all faults are slow.
+# Each fault and each kind of request once; all combinations are slow tests.
 QUICK = {("inspect", "silent"), ("a batch", "trickling"), ("prepare", "busy"), ("upload", "silent"), ("list", "silent")}
 
 
@@ -275,12 +275,12 @@ QUICK = {("inspect", "silent"), ("a batch", "trickling"), ("prepare", "busy"), (
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in itertools.product(CALLS, FAULTS)],
 )
 def test_ctrl_c_ends_waiting_for_a_store(call, fault, web, tiny_vocab, tmp_path, monkeypatch):
-    """The store is a thread of this process, so it interrupts the call only if that has released the GIL."""
+    """The store is a thread of this process, so it can interrupt the call only if the call has released the GIL."""
     keys = {"AWS_ENDPOINT_URL": web.url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "c"}
     for name, value in keys.items():
         monkeypatch.setenv(name, value)
     web.wanted = 3 if fault == "busy" else 1
-    # Whatever takes longer has not been interrupted.
+    # A call that takes longer was not interrupted.
     deadline = threading.Timer(20, web.released.set)
     deadline.start()
     try:
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_waiting_for_a_store(call, fault, web, tiny_vocab, tmp_path,
     deadline.cancel()
 
 
-def test_an_input_without_an_etag_is_known_by_its_time(web, tiny_vocab, tmp_path):
+def test_input_without_an_etag_is_identified_by_its_time(web, tiny_vocab, tmp_path):
     web.corpus = tmp_path
     (tmp_path / "a.txt").write_text("the class function\n" * 100)
     words = ["prepare", f"{web.url}/plain/a.txt", "--vocab", tiny_vocab, "--out", tmp_path / "out"]

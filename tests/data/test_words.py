@@ -1,6 +1,6 @@
-"""Masks of whole words and cuts at words and lines, compared with a plain transcription over the vocabulary's entries.
+"""Masks of whole words and cuts at words and lines, compared with a plain implementation on the vocabulary's entries.
 
-What begins a word is read from `vocab.txt` here, by its `##`; where lines begin, from the text.
+Here, starts of words are read from `vocab.txt`, by `##`, and starts of lines from the text.
 """
 
 import json
@@ -21,7 +21,7 @@ LENGTH = 64
 
 @pytest.fixture(scope="module")
 def begins(tiny_vocab):
-    """For each id, whether it begins a word."""
+    """A flag for each id that begins a word."""
     return [not entry.startswith("##") for entry in tiny_vocab.read_text(encoding="utf-8").splitlines()]
 
 
@@ -35,7 +35,7 @@ def open_loader(tiny_corpus):
 
 
 def rows_of(loader):
-    """Of each row, without padding: the original ids, the ids in the batch, and the masked positions in their order."""
+    """For each row, without padding: the original ids, the ids in the batch, and the masked positions in order."""
     for batch in loader:
         tensors = to_torch(batch)
         for row in range(batch.num_rows):
@@ -79,7 +79,7 @@ def test_whole_words_are_masked_up_to_the_budget(open_loader, begins, masking, l
     assert masked > 0.99 * allowed, "skipped words leave more of the budget than they should"
 
 
-def test_the_vocabulary_must_mark_words(tmp_path):
+def test_vocabulary_must_mark_words(tmp_path):
     tokens = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat"])}
     model = {"type": "WordLevel", "vocab": tokens, "unk_token": "[UNK]"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": {"type": "Whitespace"}}))
@@ -87,7 +87,7 @@ def test_the_vocabulary_must_mark_words(tmp_path):
     electra_fast.prepare(iter(["cat cat"]), vocab=tmp_path / "tokenizer.json", out=out, progress=False)
     cases = ("masking", "whole-word", '"tokens", "with-repeats" or "80-10-10"'), ("cut_at", "word", '"token" or "line"')
     for key, value, others in cases:
-        message = rf'^{key} = "{value}": the entries of .*tokenizer.json do not mark where words begin; choose {others}'
+        message = rf'^{key} = "{value}": .*tokenizer.json does not mark where words begin; choose {others}'
         with pytest.raises(ValueError, match=message):
             BatchLoader(out, sequence_length=8, batch_size=1, **{key: value})
     next(BatchLoader(out, sequence_length=8, batch_size=1, cut_at="line"))
@@ -102,16 +102,16 @@ def test_other_maskings_do_not_open_the_tokenizer(tiny_corpus, tmp_path):
         BatchLoader(copy, **options, cut_at="word")
 
 
-def test_packing_examples_has_cuts_of_its_own(open_loader):
+def test_packing_examples_refuses_cut_at(open_loader):
     assert "cut_at" not in open_loader(packing="examples").state()["options"]
-    with pytest.raises(ValueError, match='^cut_at = "line" needs packing = "best-fit"; packing "examples" is'):
+    with pytest.raises(ValueError, match='^cut_at = "line": needs packing = "best-fit"; "examples" already'):
         open_loader(packing="examples", cut_at="line")
-    with pytest.raises(ValueError, match='^cut_at = "page": unknown; choose "token", "word" or "line"$'):
+    with pytest.raises(ValueError, match='^cut_at = "page": must be "token", "word" or "line"$'):
         open_loader(cut_at="page")
 
 
-def test_a_run_trains_on_whole_words(tiny_corpus, tmp_path):
-    """The keys of a configuration reach the loader, and an objective that needs distinct positions takes the masks."""
+def test_run_trains_on_whole_words(tiny_corpus, tmp_path):
+    """The configuration's keys reach the loader, and an objective that needs distinct positions accepts the masks."""
     from tiny_run import tiny_config
 
     changes = {"data.masking": "span", "data.cut_at": "word", "data.packing": "best-fit"}

@@ -195,7 +195,7 @@ def test_unusable_vocabulary_is_rejected(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "google", {})
     ef.export(tmp_path / "run", out=tmp_path / "model", unfinished=True)
     (tmp_path / "vocab.txt").write_text("the\ncat")
-    with pytest.raises(ef.InputError, match=r"^.*vocab.txt: no \[PAD\] in the vocabulary; training needs it: add it$"):
+    with pytest.raises(ef.InputError, match=r"^.*vocab.txt: no \[PAD\] in the vocabulary; add it, training needs it$"):
         ef.import_(tmp_path / "model", out=tmp_path / "again", vocab=tmp_path / "vocab.txt")
     with pytest.raises(FileNotFoundError, match=r"nothing: not found|nothing"):
         ef.import_(tmp_path / "model", out=tmp_path / "again", vocab=tmp_path / "nothing")

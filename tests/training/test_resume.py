@@ -95,7 +95,7 @@ class TestAllowedChanges:
         changed = tiny_config(**{"train.steps": "28", "data.packing": "best-fit", key: value})
         before = checkpoint_folder.read_state(checkpoint_folder.latest(run)).loader
         assert pretrain(validation_corpus, config=changed, out=run, allow_changes=True).step == 28
-        assert "their order starts anew, with another epoch" in stderr(capsys)
+        assert "the data order restarts with a new epoch" in stderr(capsys)
         state = checkpoint_folder.read_state(checkpoint_folder.latest(run))
         assert state.token_type_1_trained and state.loader["epoch"] > before["epoch"]
         assert (state.loader["options"], state.loader["seed"]) != (before["options"], before["seed"])

@@ -38,13 +38,13 @@ impl Corpus {
         ids_to_bytes(py, &ids)
     }
 
-    /// (tokens, unknown tokens, words or None, []) of the corpus, or of an evenly spread sample of it.
+    /// (tokens, unknown tokens, words or None, []) of the corpus, or of an evenly spread sample.
     fn coverage(&self, py: Python, tokenizer: &Tokenizer) -> PyResult<CoverageTuple> {
         let (corpus, tokenizer) = (self.get(py)?, tokenizer.get(py)?);
         interruptible(py, || electra_data::Coverage::of_corpus(&corpus, &tokenizer)).map(coverage_tuple)
     }
 
-    /// How often each id occurs, as the bytes of little-endian u64. `cache`: folder and bytes of what a store sends.
+    /// The count of each id, as the bytes of little-endian u64. `cache`: folder and size limit of a cache for a stored corpus.
     #[pyo3(signature = (cache=None))]
     fn token_counts<'py>(
         &self,
@@ -75,7 +75,7 @@ impl Corpus {
             "vocab_size" => inner.vocab_size().into_bound_py_any(py),
             "content_hash" => inner.content_hash().into_bound_py_any(py),
             "special_tokens" => special_tuple(inner.special_tokens()).into_bound_py_any(py),
-            // (documents, tokens) of each
+            // (documents, tokens) of each shard
             "shards" => {
                 let sizes = (0..inner.num_shards()).map(|shard| inner.shard_size(shard));
                 sizes.collect::<Vec<_>>().into_bound_py_any(py)
@@ -105,15 +105,15 @@ fn open(
 ) -> Result<electra_data::Corpus, Error> {
     let corpus = electra_data::Corpus::open_with(path, cache)?;
     match (content_hash, corpus.content_hash()) {
-        (Some(expected), found) if expected != found => Err(Error::Input(format!(
-            "{}: its content hash is {found}, not {expected} as when it was opened; open the changed corpus again",
+        (Some(expected), actual) if expected != actual => Err(Error::Input(format!(
+            "{}: changed since it was opened (content hash {actual}, was {expected}); open it again",
             path.display()
         ))),
         _ => Ok(corpus),
     }
 }
 
-/// The URL that a path is, or None for a local path. One that holds a secret is an error.
+/// The URL that a path stands for, or None for a local path. A URL with a secret is an error.
 #[pyfunction]
 pub(crate) fn url_of(path: PathBuf) -> PyResult<Option<String>> {
     let url = electra_data::url_of(&path);

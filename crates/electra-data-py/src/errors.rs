@@ -1,4 +1,4 @@
-//! What crosses the border to Python besides data: errors, signals, options.
+//! Conversions between Rust and Python: errors, signals, options.
 
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,7 @@ pub(crate) fn absolute(path: &Path) -> PyResult<PathBuf> {
     std::path::absolute(path).map_err(|error| raise(Error::io(path, error)))
 }
 
-/// Runs `work` without the GIL on a thread of its own, while this one handles signals. An exception that a handler
+/// Runs `work` without the GIL on a separate thread, while this one handles signals. An exception that a handler
 /// raises cancels all requests to stores and is the result.
 pub(crate) fn interruptible<T: Send>(
     py: Python,
@@ -43,9 +43,9 @@ pub(crate) fn interruptible<T: Send>(
     py.detach(|| electra_data::attended(|_| work(), check))?.map_err(raise)
 }
 
-pub(crate) fn options<T: DeserializeOwned>(given: Option<&Bound<PyDict>>) -> PyResult<T> {
+pub(crate) fn options<T: DeserializeOwned>(named: Option<&Bound<PyDict>>) -> PyResult<T> {
     let mut values = Map::new();
-    for (name, value) in given.into_iter().flat_map(|given| given.iter()) {
+    for (name, value) in named.into_iter().flat_map(|named| named.iter()) {
         let name = name.extract::<String>()?;
         let value = json(&name, &value)?;
         values.insert(name, value);

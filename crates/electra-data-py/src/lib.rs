@@ -22,7 +22,7 @@ mod _data {
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-    /// Adds the names that options of the loader can have. Python changes the environment under the GIL.
+    /// Adds the names of the loader's options. Python changes the environment under the GIL.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         fn names<C: Choice>() -> impl ExactSizeIterator<Item = &'static str> {

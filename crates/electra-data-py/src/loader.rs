@@ -13,11 +13,11 @@ use crate::errors::{InputError, absolute, interruptible, raise};
 use crate::process::PerProcess;
 use crate::record_batch::RecordBatch;
 
-/// How long Ctrl-C can go unnoticed while waiting for a batch.
+/// Interval of checks for Ctrl-C while waiting for a batch.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
-const IN_USE: &str = "a thread was taking a batch when this process was forked, so the loader's position is unknown \
-                      here; open a BatchLoader in this process";
+const IN_USE: &str = "this process was forked while a thread was taking a batch, so the loader's position is unknown; \
+                      open a BatchLoader in this process";
 
 type Weighted = (PathBuf, Option<f64>);
 
@@ -43,7 +43,7 @@ impl BatchLoader {
         })
     }
 
-    /// The folders, absolute, or URLs, and the weights given. Strings, since a `Path` would spoil a URL.
+    /// Absolute folders or URLs, with their weights. Strings, since a `Path` would corrupt a URL.
     #[getter]
     fn corpora(&self) -> Vec<(&OsStr, Option<f64>)> {
         self.corpora.iter().map(|(path, weight)| (path.as_os_str(), *weight)).collect()
@@ -94,7 +94,7 @@ impl BatchLoader {
 }
 
 impl BatchLoader {
-    /// The loader of this process. A forked child opens one at the position of the parent's.
+    /// The loader of this process. A forked child opens a new one at the parent's position.
     fn get(&self, py: Python<'_>) -> PyResult<Arc<Mutex<Loader>>> {
         self.loader.get(py, |parent| {
             let state = match parent.try_lock() {

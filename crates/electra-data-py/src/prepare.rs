@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::errors::{interruptible, options, raise};
 use crate::tokenizer::Tokenizer;
 
-/// Makes a corpus from either `files` or `texts`, an iterator; `reading` says how to read files.
+/// Prepares a corpus from either `files` or `texts`, an iterator; `reading` has the options for reading files.
 #[pyfunction]
 #[pyo3(signature = (tokenizer, out, *, files=None, texts=None, holdout=0.0, drop_duplicates=None, partition=None,
                     verify_inputs=false, threads=None, progress=None, _part_bytes=None, **reading))]
@@ -57,8 +57,8 @@ pub(crate) fn drop_duplicates_from(name: Option<&str>) -> PyResult<Option<DropDu
     struct Options {
         drop_duplicates: Option<DropDuplicates>,
     }
-    let given = [("drop_duplicates".to_owned(), name.into())].into_iter().collect();
-    electra_data::options_from::<Options>(given).map(|options| options.drop_duplicates).map_err(raise)
+    let values = [("drop_duplicates".to_owned(), name.into())].into_iter().collect();
+    electra_data::options_from::<Options>(values).map(|options| options.drop_duplicates).map_err(raise)
 }
 
 pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<PyDict>> {
@@ -80,10 +80,10 @@ pub(crate) fn report_dict(py: Python, report: PrepareReport) -> PyResult<Bound<P
 
 type RepeatsTuple = ((u64, u64, u64), (u64, u64, u64), Vec<(String, u64)>, u64);
 
-fn repeats_tuple(found: Repeats) -> RepeatsTuple {
+fn repeats_tuple(repeats: Repeats) -> RepeatsTuple {
     let count = |count: RepeatCount| (count.total, count.repeated, count.sampled);
-    let lines = found.most_repeated.into_iter().map(|line| (line.text, line.count)).collect();
-    (count(found.documents), count(found.lines), lines, found.most_repeated_error)
+    let lines = repeats.most_repeated.into_iter().map(|line| (line.text, line.count)).collect();
+    (count(repeats.documents), count(repeats.lines), lines, repeats.most_repeated_error)
 }
 
 #[pyfunction]
@@ -114,8 +114,8 @@ pub(crate) fn text_coverage(
 
 pub(crate) type CoverageTuple = (u64, u64, Option<u64>, Vec<(String, u64)>);
 
-pub(crate) fn coverage_tuple(found: Coverage) -> CoverageTuple {
-    (found.tokens, found.unknown, found.words, found.unknown_words)
+pub(crate) fn coverage_tuple(coverage: Coverage) -> CoverageTuple {
+    (coverage.tokens, coverage.unknown, coverage.words, coverage.unknown_words)
 }
 
 #[pyfunction]
@@ -154,9 +154,15 @@ pub(crate) fn train_vocab<'py>(
     let mut raised = None;
     let report = PythonCallbacks::new(progress).run(py, files, texts, |source, progress| {
         let mut call_counted = |report: &VocabReport| {
-            let (found, bytes) = (&report.alphabet, (report.counted_bytes, report.text_bytes));
-            let letters = (found.num_letters(), found.num_dropped, found.dropped_letters, found.text_letters);
-            let arguments = (report.num_words, bytes, letters, found.dropped_words, &found.most_dropped);
+            let (alphabet, bytes) = (&report.alphabet, (report.counted_bytes, report.text_bytes));
+            let letters = (
+                alphabet.num_letters(),
+                alphabet.num_dropped,
+                alphabet.dropped_letters,
+                alphabet.text_letters,
+            );
+            let arguments =
+                (report.num_words, bytes, letters, alphabet.dropped_words, &alphabet.most_dropped);
             let call = |call: &Py<PyAny>| Python::attach(|py| call.call1(py, arguments)).err();
             raised = counted.as_ref().and_then(call);
             raised.is_none()
@@ -216,7 +222,7 @@ impl PythonCallbacks {
         let attend = |event: Option<(Progress, Sender<()>)>| -> PyResult<()> {
             let (progress, reply) = event.unzip();
             self.report(progress)?;
-            let _ = reply.map(|reply| reply.send(())); // the run may have ended meanwhile
+            let _ = reply.map(|reply| reply.send(())); // the run may have ended in the meantime
             Ok(())
         };
         let run =

@@ -1,4 +1,4 @@
-//! `PrepareJob` and `prepare_input_groups`: one corpus by many processes.
+//! `PrepareJob` and `prepare_input_groups`: one corpus prepared by many processes.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl PrepareJob {
         Ok(Self { tokenizer, opened: Some(opened), callbacks })
     }
 
-    /// (number, bytes of input) of each input group that is missing; none if the corpus was complete before.
+    /// The missing input groups as (number, bytes of input); none if the corpus was already complete.
     fn input_groups(&self) -> Vec<(usize, u64)> {
         self.unfinished().map(electra_data::PrepareJob::input_groups).unwrap_or_default()
     }
@@ -94,7 +94,7 @@ impl PrepareJob {
     fn unfinished(&self) -> PyResult<&electra_data::PrepareJob> {
         match &self.opened {
             Some(OpenedJob::Unfinished(job)) => Ok(job),
-            _ => Err(InputError::new_err("there is nothing left to prepare")),
+            _ => Err(InputError::new_err("no input group is left to prepare")),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Values that belong to the process that made them, and what ends it: SIGBUS.
+//! Values that belong to the process that created them, and the handler of SIGBUS.
 //!
 //! A fork copies memory but not threads: in the child, locks held by other threads of the parent stay locked,
-//! values that they were initializing stay incomplete, and joining them never returns.
+//! values that these threads were initializing stay incomplete, and joining them never returns.
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,11 +19,11 @@ impl<T: Send + Sync> PerProcess<T> {
         Self { current: Mutex::new(Owned::new(value)) }
     }
 
-    /// The value of this process. In a forked child, `reopen` makes it from the parent's and may release the GIL.
+    /// The value of this process. In a forked child, `reopen` creates it from the parent's value and may release the GIL.
     pub fn get(&self, py: Python<'_>, reopen: impl FnOnce(&T) -> PyResult<T>) -> PyResult<Arc<T>> {
         let parent = match &*self.lock(py) {
-            ours if ours.process == std::process::id() => return Ok(Arc::clone(&ours.value)),
-            theirs => Arc::clone(&theirs.value),
+            current if current.process == std::process::id() => return Ok(Arc::clone(&current.value)),
+            parent => Arc::clone(&parent.value),
         };
         let new = Owned::new(reopen(&parent)?);
         let mut current = self.lock(py);
@@ -33,7 +33,7 @@ impl<T: Send + Sync> PerProcess<T> {
         Ok(Arc::clone(&current.value))
     }
 
-    /// Holding the GIL is required to take the lock and to fork, so a child never finds it locked.
+    /// Both the lock and a fork require the GIL, so a child never finds the lock taken.
     fn lock(&self, _py: Python<'_>) -> MutexGuard<'_, Owned<T>> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -57,19 +57,19 @@ impl<T: Send + Sync> Drop for Owned<T> {
             let value = unsafe { ManuallyDrop::take(&mut self.value) };
             Python::attach(|py| py.detach(|| drop(value))); // it may wait for its threads
         }
-        // Otherwise it leaks: dropping the parent's value could wait for threads that are not here.
+        // Otherwise it leaks: dropping the parent's value could wait for threads that do not exist in this process.
     }
 }
 
 const EXIT_CODE: i32 = 2;
 const MESSAGE: &[u8] =
-    b"electra-fast: error: a file cannot be read where it is mapped into memory: it was cut off while it was in use, \
-or its disk is full or failing; `electra-fast verify` finds it in a corpus: restore it and run again\n";
+    b"electra-fast: error: a memory-mapped file cannot be read: it was truncated while in use, or its disk is full \
+or failing; `electra-fast verify` finds it in a corpus; restore the file and run again\n";
 
-/// Makes SIGBUS end this process with a message, unless it has a handler. For programs that own their process.
+/// Ends this process with a message after SIGBUS, unless the signal has a handler. For programs that own their process.
 #[pyfunction]
 pub(crate) fn explain_bus_errors() {
-    // SAFETY: the structures are plain data, of which zeros are a valid value; the handler makes system calls only.
+    // SAFETY: the structures are plain data that may be zero; the handler makes only system calls.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         if libc::sigaction(libc::SIGBUS, std::ptr::null(), &mut action) == 0
@@ -82,7 +82,7 @@ pub(crate) fn explain_bus_errors() {
     }
 }
 
-/// Runs in the thread that read the page. If no page is missing, the default action ends the process by the same fault.
+/// Runs in the thread that read the page. If no page is missing, the same fault ends the process by the default action.
 extern "C" fn handle(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     static ENDING: AtomicBool = AtomicBool::new(false);
     // SAFETY: the system passes a valid structure, and all calls are async-signal-safe.

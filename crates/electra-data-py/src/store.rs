@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::errors::interruptible;
 
-/// Uploads a file to the object at `url`. With `if_absent`, returns False and writes nothing if that exists already.
+/// Uploads a file to the object at `url`. With `if_absent`, returns False and writes nothing if the object exists.
 #[pyfunction]
 #[pyo3(signature = (path, url, if_absent=false))]
 pub(crate) fn upload(py: Python, path: PathBuf, url: &str, if_absent: bool) -> PyResult<bool> {
@@ -18,7 +18,7 @@ pub(crate) fn download(py: Python, url: &str, path: PathBuf) -> PyResult<()> {
     interruptible(py, || electra_data::download(url, &path))
 }
 
-/// (name below the folder `url`, bytes) of all its objects, sorted by name.
+/// All objects of the folder `url` as (name, bytes), sorted by name.
 #[pyfunction]
 pub(crate) fn list_objects(py: Python, url: &str) -> PyResult<Vec<(String, u64)>> {
     interruptible(py, || electra_data::list_objects(url))

@@ -22,7 +22,7 @@ pub(crate) struct Tokenizer {
 
 #[pymethods]
 impl Tokenizer {
-    /// Opens a file, whatever is beside it; `names` are those of pad, unk, cls, sep and mask if not the usual ones.
+    /// Opens a file, ignoring others in its folder. `names`: unusual names of pad, unk, cls, sep and mask.
     #[new]
     #[pyo3(signature = (path, lowercase=None, strip_accents=None, names=SpecialNames::default()))]
     fn new(
@@ -42,8 +42,8 @@ impl Tokenizer {
         lowercase: Option<bool>,
         strip_accents: Option<bool>,
     ) -> PyResult<Option<Self>> {
-        let found = electra_data::Tokenizer::beside_manifest(&path, (lowercase, strip_accents));
-        Ok(found.map_err(raise)?.map(Self::of))
+        let tokenizer = electra_data::Tokenizer::beside_manifest(&path, (lowercase, strip_accents));
+        Ok(tokenizer.map_err(raise)?.map(Self::of))
     }
 
     #[staticmethod]
@@ -85,7 +85,7 @@ impl Tokenizer {
         ids.iter().map(|ids| ids_to_bytes(py, ids)).collect()
     }
 
-    /// (ids, first and past-the-last character of each piece, words) of each text, as the bytes of little-endian u32.
+    /// For each text, ids, offsets (first character and one past the last) and words of its pieces, as little-endian u32 bytes.
     fn encode_with_offsets<'py>(
         &self,
         py: Python<'py>,
@@ -126,7 +126,7 @@ impl Tokenizer {
     fn __getattr__<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
         let inner = self.get(py)?;
         match name {
-            // The name and the bytes, as stored in a corpus
+            // Name and bytes, as stored in a corpus
             "file" => (inner.file().0, PyBytes::new(py, inner.file().1)).into_bound_py_any(py),
             "vocab_size" => inner.vocab_size().into_bound_py_any(py),
             "fast" => inner.is_fast().into_bound_py_any(py),

@@ -1,4 +1,4 @@
-//! Options by name: enumerations whose values have names, and reading options from a map.
+//! Options by name: enumerations with named values, and options read from a map.
 
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
-/// An option that is one of several values, each with a name.
+/// An option with a fixed set of named values.
 pub trait Choice: Copy + PartialEq + 'static {
     const NAMES: &'static [(&'static str, Self)];
 
@@ -15,7 +15,7 @@ pub trait Choice: Copy + PartialEq + 'static {
     }
 }
 
-/// Gives the values of an enumeration their names, which are also how they are serialized.
+/// Names the values of an enumeration. They are serialized by name.
 macro_rules! choice {
     ($type:ty { $($name:literal => $value:ident),+ }) => {
         impl $crate::choice::Choice for $type {
@@ -42,11 +42,11 @@ pub(crate) fn by_name<'de, D: Deserializer<'de>, C: Choice>(from: D) -> std::res
     C::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
         let mut names: Vec<String> = C::NAMES.iter().map(|(name, _)| format!("{name:?}")).collect();
         let last = names.pop().unwrap_or_default();
-        D::Error::custom(format!("unknown; choose {} or {last}", names.join(", ")))
+        D::Error::custom(format!("must be {} or {last}", names.join(", ")))
     })
 }
 
-/// Reads options by name; others have their defaults. An error names the option, its value and what is wrong.
+/// Reads options by name; missing options have their defaults. An error names the option, its value and the cause.
 pub fn options_from<T: DeserializeOwned>(values: Map<String, Value>) -> Result<T> {
     for (name, value) in &values {
         let alone = Value::from(Map::from_iter([(name.clone(), value.clone())]));

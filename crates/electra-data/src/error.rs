@@ -1,4 +1,4 @@
-//! The crate's error type: what is wrong, where, and the remedy.
+//! The crate's error type: the problem, its place, and the remedy.
 
 use std::path::{Path, PathBuf};
 
@@ -18,14 +18,14 @@ pub enum Error {
     /// The user's text, vocabulary or arguments cannot be used as they are.
     #[error("{0}")]
     Input(String),
-    /// A shard or manifest is not what was written: damaged, truncated or of another corpus.
+    /// A shard or manifest differs from the one written: damaged, truncated or of another corpus.
     #[error("{path}: {reason}", path = path.display())]
     Damaged {
         path: PathBuf,
         /// The damage, with block or field, and the remedy.
         reason: String,
     },
-    /// The caller asked to stop (Ctrl-C, SIGTERM). What is finished is kept.
+    /// The caller asked to stop (Ctrl-C, SIGTERM). Finished work is kept.
     #[error("interrupted")]
     Interrupted,
 }
@@ -37,7 +37,7 @@ impl Error {
         Self::Io { path: path.into(), source }
     }
 
-    /// What is wrong with a file that the user named, and the remedy.
+    /// An error about a file that the user named: the problem and the remedy.
     pub(crate) fn at(path: impl AsRef<Path>, message: impl std::fmt::Display) -> Self {
         Self::Input(format!("{}: {message}", path.as_ref().display()))
     }

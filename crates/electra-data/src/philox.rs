@@ -1,8 +1,8 @@
 //! Philox4x32-10, the counter-based generator behind everything random in the loader.
 //!
 //! Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A number is a pure
-//! function of a key (the seed) and a counter (what the number is for), so threads, ranks and resumed runs do
-//! not depend on how many numbers were drawn before.
+//! function of a key (the seed) and a counter (the number's purpose), so threads, ranks and resumed runs do
+//! not depend on the numbers drawn before.
 
 const MULTIPLIER_0: u32 = 0xD251_1F53;
 const MULTIPLIER_1: u32 = 0xCD9E_8D57;
@@ -30,7 +30,7 @@ pub(crate) const fn probability(p: f64) -> u32 {
     (p * 4_294_967_296.0) as u32
 }
 
-// Always inlined: `Stream::refill` computes four counters side by side only if it sees into this.
+// Always inlined: otherwise `Stream::refill` would not compute four counters in parallel.
 #[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let [mut x0, mut x1, mut x2, mut x3] = counter;
@@ -88,7 +88,7 @@ impl Stream {
     pub fn below(&mut self, bound: u32) -> u32 {
         let mut product = product(self.word(), bound);
         if (product as u32) < bound {
-            // 2^32 modulo bound: this many low values would occur once too often.
+            // 2^32 modulo bound: the number of low values that would occur once too often.
             let surplus = bound.wrapping_neg() % bound;
             while (product as u32) < surplus {
                 product = u64::from(self.word()) * u64::from(bound);
@@ -112,7 +112,7 @@ impl Stream {
             self.words[4 * lane..4 * lane + 4].copy_from_slice(&block);
         }
         self.next = self.next.wrapping_add(LANES as u32);
-        debug_assert!(self.next & 0x00ff_ffff != 0, "2^26 words: the next ones are those of another purpose");
+        debug_assert!(self.next & 0x00ff_ffff != 0, "2^26 words: the next words belong to another purpose");
         self.used = 0;
     }
 }
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_answers_of_random123() {
+    fn words_match_random123() {
         let zero = philox4x32([0; 4], [0; 2]);
         assert_eq!(zero, [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
         let ones = philox4x32([u32::MAX; 4], [u32::MAX; 2]);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_the_words_of_its_counters() {
+    fn stream_yields_the_words_of_its_counters() {
         let mut stream = Stream::new(7 << 32 | 5, Purpose::Tie, [1, 2, 3]);
         for number in 0..9 {
             for word in philox4x32([1, 2, 3, 2 << 24 | number], [5, 7]) {
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn bounded_integers_are_uniform() {
-        // 3 * 2^30 rejects a quarter of all words: a biased method would show at once.
+        // 3 * 2^30 rejects a quarter of all words, so a biased method would fail.
         let bound = 3 << 30;
         let mut stream = Stream::new(1, Purpose::Mask, [0; 3]);
         let mut counts = [0_u32; 3];

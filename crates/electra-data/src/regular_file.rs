@@ -1,4 +1,4 @@
-//! Opening files that must be regular ones: a pipe would be waited for, and a device may never end.
+//! Opening files that must be regular: a pipe would block, and a device may never end.
 
 use std::fs::{File, Metadata};
 use std::io::{Error, ErrorKind, Read, Result};
@@ -8,9 +8,7 @@ use std::path::Path;
 /// Opens a file; an error if it is a pipe, socket or device.
 pub(crate) fn open(path: &Path) -> Result<File> {
     match special_kind(&std::fs::metadata(path)?) {
-        Some(kind) => {
-            Err(Error::new(ErrorKind::InvalidInput, format!("{kind}, where a regular file is needed")))
-        }
+        Some(kind) => Err(Error::new(ErrorKind::InvalidInput, format!("{kind}: must be a regular file"))),
         None => File::open(path),
     }
 }

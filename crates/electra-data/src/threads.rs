@@ -1,4 +1,4 @@
-//! The thread pool of this crate's parallel iterators, one per process, and what threads share.
+//! The thread pool of this crate's parallel iterators, one per process, and helpers for shared values and panics.
 //!
 //! rayon's global pool does not survive a fork: its threads stay in the parent, and a child that gives it
 //! work waits forever. So nothing in this crate runs on the global pool.
@@ -23,7 +23,7 @@ pub(crate) fn on_all_cores<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T
     Ok(POOL.get(build)?.install(work))
 }
 
-/// Threads that each process starts on first use. No lock, which a fork could leave held in the child.
+/// Threads that each process starts on first use. Not a lock, because a fork could leave it held in the child.
 pub(crate) struct PerProcess<T>(AtomicPtr<(u32, T)>);
 
 impl<T: Send + Sync> PerProcess<T> {
@@ -42,17 +42,17 @@ impl<T: Send + Sync> PerProcess<T> {
                 return Ok(threads);
             }
             let new = start().map_err(|error| Error::Input(format!("cannot start threads: {error}")))?;
-            let ours = Box::into_raw(Box::new((process, new)));
-            // In a child this leaks the parent's: dropping them would wait for threads that do not exist.
-            if self.0.compare_exchange(known, ours, Ordering::AcqRel, Ordering::Acquire).is_err() {
-                // SAFETY: `ours` is from a box and was not published, because another thread was faster.
-                drop(unsafe { Box::from_raw(ours) });
+            let started = Box::into_raw(Box::new((process, new)));
+            // A child leaks the parent's threads: dropping them would wait for threads that do not exist in the child.
+            if self.0.compare_exchange(known, started, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: `started` is from a box and was not published, because another thread was faster.
+                drop(unsafe { Box::from_raw(started) });
             }
         }
     }
 }
 
-/// Locks also what a thread held that panicked: nothing here is left half-changed.
+/// Locks a mutex, even if a thread panicked while holding it: no value here is left half-changed.
 pub(crate) fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -65,9 +65,9 @@ thread_local! {
     static CATCHES: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs what may panic; if it does, nothing is printed, and its message is returned.
+/// Runs code that may panic; a panic prints nothing, and its message is returned.
 ///
-/// What a panic leaves half-changed must not be used afterwards.
+/// Values that a panic may leave half-changed must not be used afterwards.
 pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_returned() {
+    fn panic_messages_are_returned() {
         assert_eq!(caught(|| 1), Ok(1));
         let (number, nested) = (2, || caught(|| caught(|| panic!("inner")).unwrap_err()));
         assert_eq!(caught(|| panic!("number {number}")).err(), Some::<String>("number 2".to_owned()));

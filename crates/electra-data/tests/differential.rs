@@ -1,7 +1,7 @@
-//! The fast tokenizer gives the ids of the `tokenizers` crate for any text and options.
+//! The fast tokenizer returns the same ids as the `tokenizers` crate for any text and options.
 //!
 //! `DIFFERENTIAL_SECONDS=600 cargo test --release --test differential random` tries more strings than the tests have
-//! time for, others with each `DIFFERENTIAL_SEED`.
+//! time for, and different ones with each `DIFFERENTIAL_SEED`.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +13,8 @@ use strings::{random_string, tokenizers};
 
 fn assert_same(name: &str, tokenizer: &Tokenizer, text: &str) {
     let mut ids = Vec::new();
-    let found = tokenizer.encoder().encode_into(text, &mut ids).map(|()| ids);
-    assert_eq!(found.ok(), tokenizer.encode_by_crate(text).ok(), "{name}: {text:?}");
+    let fast = tokenizer.encoder().encode_into(text, &mut ids).map(|()| ids);
+    assert_eq!(fast.ok(), tokenizer.encode_by_crate(text).ok(), "{name}: {text:?}");
 }
 
 fn all() -> Vec<(String, Tokenizer)> {
@@ -30,7 +30,7 @@ fn is_published(which: usize) -> bool {
 }
 
 #[test]
-fn random_strings() {
+fn random_strings_have_the_crates_ids() {
     let variable = |name: &str| std::env::var(name).ok().and_then(|value| value.parse().ok());
     let end = Instant::now() + Duration::from_secs(variable("DIFFERENTIAL_SECONDS").unwrap_or(0));
     let seed = variable("DIFFERENTIAL_SEED").unwrap_or(20_261_121);
@@ -45,10 +45,10 @@ fn random_strings() {
     }
 }
 
-/// Every character, alone and within words: with the options of the published vocabularies all of the first two planes,
-/// with each of the other tokenizers an eighth of the planes that have letters, and a sixteenth of the rest.
+/// Every character, alone and within words: all of the first two planes with the options of the published vocabularies, an
+/// eighth of the planes with letters with each of the other tokenizers, and a sixteenth of the rest.
 #[test]
-fn all_characters() {
+fn all_characters_have_the_crates_ids() {
     let characters: Vec<char> = ('\0'..=char::MAX).collect();
     for (which, (name, tokenizer)) in all().iter().enumerate() {
         for (number, some) in characters.chunks(64).enumerate() {
@@ -64,7 +64,7 @@ fn all_characters() {
 }
 
 #[test]
-fn edges() {
+fn edge_cases_have_the_crates_ids() {
     let long = |c: char, n: usize| String::from_iter(std::iter::repeat_n(c, n));
     let mut texts: Vec<String> =
         ["", " ", "a", ".", "\0", "é", "\u{301}", "a\u{0}b", "##", "日", "#日#", "a\u{b}b\u{c}c\u{1c}d"]
@@ -75,7 +75,7 @@ fn edges() {
         texts.extend([format!("x{}", long('é', n)), format!("{}İ{}", long('b', n), long('c', n))]);
     }
     for (which, (name, tokenizer)) in all().iter().enumerate() {
-        // The crate takes long for the longest.
+        // The crate is slow on the longest ones.
         for text in texts.iter().filter(|text| text.len() < 2_000 || is_published(which)) {
             assert_same(name, tokenizer, text);
         }

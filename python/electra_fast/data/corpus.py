@@ -1,4 +1,4 @@
-"""A prepared corpus and its tokenizer: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
+"""Prepared corpora and their tokenizers: `Corpus`, `Tokenizer`, and `verify`, which checks every byte."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
 
 class Pieces(NamedTuple):
-    """The tokens of a text in order, and where they stand in it."""
+    """The tokens of a text in order, with their positions."""
 
     ids: Ids
-    """int32 [tokens], as `Tokenizer.encode_batch` gives them."""
+    """int32 [tokens], as returned by `Tokenizer.encode_batch`."""
 
     offsets: NDArray[np.int32]
-    """int32 [tokens, 2]: the first character of each piece and the one after its last, as code points of the text
-    as given, before normalization. `text[start:end]` is the piece as written."""
+    """int32 [tokens, 2]: the first character of each piece and the character after its last, as code points of the
+    original text, before normalization. `text[start:end]` is the piece as written."""
 
     words: NDArray[np.int32]
-    """int32 [tokens]: the word (pre-token) that each piece is part of, ascending from 0; a word without pieces leaves a
+    """int32 [tokens]: the number of each piece's word (pre-token), ascending from 0; a word without pieces leaves a
     gap."""
 
 
@@ -52,7 +52,7 @@ class Tokenizer:
     Args:
         path: A file, whose extension determines its kind, or a folder that contains one: a run, an export, a
             Hugging Face model.
-        cased: For `vocab.txt`: keep the case of text, not lowercase it. The default comes from a file in the same
+        cased: For `vocab.txt`: keep the case of text, do not lowercase it. The default comes from a file in the same
             folder: a `tokenizer.json` with the same entries, a `tokenizer_config.json`, the manifest of the corpus.
             Without one, text is lowercased unless that would change an ordinary entry.
         strip_accents: For `vocab.txt`: drop accents and other marks. The default comes from that file; without one,
@@ -60,7 +60,7 @@ class Tokenizer:
 
     Raises:
         FileNotFoundError: The file does not exist, or the folder has none.
-        ValueError: It is not a tokenizer, or it lacks a special token (the message names it).
+        ValueError: The file is not a tokenizer, or it lacks a special token (the message names it).
     """
 
     _inferred = False
@@ -82,13 +82,13 @@ class Tokenizer:
 
     @classmethod
     def of(cls, corpus: Corpus) -> Tokenizer:
-        """The tokenizer that a corpus was prepared with, from the corpus's own copy."""
+        """The tokenizer that a corpus was prepared with, from the corpus's copy."""
         tokenizer = cls.__new__(cls)
         tokenizer._inner = _data.Tokenizer.of_corpus(corpus._inner)
         return tokenizer
 
     def with_rules(self, rules: Mapping[str, Any], special_tokens: Iterable[int]) -> Tokenizer:
-        """The tokenizer of another tokenizer.json, parsed, with these ids of pad, unk, cls, sep and mask."""
+        """A tokenizer with the rules of a parsed tokenizer.json and these ids of pad, unk, cls, sep and mask."""
         content = json.dumps(rules, ensure_ascii=False).encode()
         tokenizer = Tokenizer.__new__(Tokenizer)
         tokenizer.__setstate__((os.fspath(self.path), ("tokenizer.json", content), (None, None), tuple(special_tokens)))
@@ -99,14 +99,14 @@ class Tokenizer:
         return [_to_numpy(ids) for ids in self._inner.encode_batch(list(texts))]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Pieces]:
-        """Ids of each text with their places in it, computed by the `tokenizers` crate on all cores without the GIL."""
+        """Ids of each text with their positions; the `tokenizers` crate computes them on all cores without the GIL."""
         return [
             Pieces(_to_numpy(ids), _to_numpy(offsets).reshape(-1, 2), _to_numpy(words))
             for ids, offsets, words in self._inner.encode_with_offsets(list(texts))
         ]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        """Text of the ids; close to the original text, not always equal to it."""
+        """Text of the ids: close to the original text, but not always equal to it."""
         return self._inner.decode([operator.index(token) for token in ids])
 
     def id_to_token(self, token_id: SupportsIndex) -> str:
@@ -161,7 +161,7 @@ class Tokenizer:
 
     @cached_property
     def pair_template(self) -> PairTemplate | None:
-        """How the tokenizer's post-processor joins texts; None if in another way than any `PairTemplate`."""
+        """The template by which the tokenizer's post-processor joins texts; None if no `PairTemplate` matches it."""
         name, content = self.file
         rules = {} if name == "vocab.txt" else json.loads(content)
         special = self.special_tokens
@@ -169,7 +169,7 @@ class Tokenizer:
 
     @property
     def casing_inferred(self) -> bool:
-        """True if no file states the settings of a `vocab.txt`, so that they were inferred from its entries."""
+        """True if the settings of a `vocab.txt` were inferred from its entries, because no file has them."""
         return self._inferred
 
     @property
@@ -211,16 +211,16 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> N
 
 
 class Corpus(Sequence[Ids]):
-    """A folder that `prepare` finished: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
+    """A corpus written by `prepare`: `len(corpus)` is the number of documents, `corpus[i]` the ids of one.
 
     Opening reads only the manifest; a block of a file is verified against its checksum when it is first read. The
-    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); the last gibibyte that was fetched is
-    then kept in temporary files for the lifetime of this object.
+    folder may be in an object store (`s3://`, `gs://`, `az://`, `http(s)://`); the last gibibyte fetched from it is
+    kept in temporary files for the lifetime of this object.
 
     Raises:
-        FileNotFoundError: The folder, or a manifest in it, does not exist.
-        ValueError: A file is damaged or truncated (the message names the file and the block), or a store refuses it.
-        OSError: Reading failed, or a store did not answer.
+        FileNotFoundError: The folder or its manifest does not exist.
+        ValueError: A file is damaged or truncated (the message names file and block), or a store refused a request.
+        OSError: Reading failed, or a store did not respond.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -236,7 +236,7 @@ class Corpus(Sequence[Ids]):
         self._inner = _data.Corpus(os.fspath(self.path), content_hash)
 
     def __repr__(self) -> str:
-        validation = "no validation part" if self.holdout is None else "with a validation part"
+        validation = "no validation set" if self.holdout is None else "with a validation set"
         return (
             f"Corpus({str(self.path)!r}): {len(self):,} documents, {self.num_tokens:,} tokens, "
             f"{self.vocab_size:,} entries in the vocabulary, {validation}"
@@ -251,7 +251,7 @@ class Corpus(Sequence[Ids]):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"document {number} of a corpus that has {len(self)}")
+            raise IndexError(f"document {number}: out of range; the corpus has {len(self)} documents")
         return _to_numpy(self._inner.document(number % len(self)))
 
     @property
@@ -261,7 +261,7 @@ class Corpus(Sequence[Ids]):
 
     @property
     def empty_documents(self) -> int:
-        """Documents without tokens, which were left out."""
+        """Documents without tokens, which `prepare` skipped."""
         return self._inner.empty_documents
 
     def coverage(self) -> Coverage:
@@ -275,8 +275,8 @@ class Corpus(Sequence[Ids]):
         the GIL; a damaged block raises ValueError.
 
         Args:
-            cache: Folder and size limit of a cache that keeps what is fetched from an object store, as the `cache_dir`
-                and `cache_bytes` of a `BatchLoader` that will read it again.
+            cache: Folder and size limit of a cache for data fetched from an object store, like the `cache_dir` and
+                `cache_bytes` of a `BatchLoader` that will read the corpus again.
         """
         return np.frombuffer(self._inner.token_counts(cache), dtype="<u8").astype(np.int64)
 
@@ -312,7 +312,7 @@ class Corpus(Sequence[Ids]):
 
     @property
     def tokenizer_path(self) -> Path:
-        """The corpus's own copy of its tokenizer."""
+        """The corpus's copy of its tokenizer."""
         return self._inner.tokenizer_path
 
     @property
@@ -328,7 +328,7 @@ def location(path: StrPath) -> Path | str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Verification(Result):
-    """What `verify` has read: `files`, `bytes`, and the `content_hash` of the corpus."""
+    """The outcome of `verify`: number of `files` and `bytes` checked, and the `content_hash` of the corpus."""
 
     files: int
     bytes: int
@@ -336,15 +336,15 @@ class Verification(Result):
 
 
 def verify(corpus: StrPath) -> Verification:
-    """Checks every checksum, length and table of a corpus and its validation split.
+    """Checks every checksum, length and table of a corpus and its validation set.
 
     Raises:
         FileNotFoundError: There is no corpus.
-        ValueError: Something is damaged; lists every damaged file and block, separated by "; also ".
+        ValueError: The corpus is damaged; the message lists every damaged file and block, separated by "; also ".
     """
     num_files, num_bytes, damaged = _data.verify(os.fspath(corpus))
     if damaged:
-        more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in all)"
+        more = "" if len(damaged) == 1 else f" ({len(damaged)} damaged places in total)"
         raise InputError("; also ".join(damaged) + more)
     return Verification(num_files, num_bytes, Corpus(corpus).content_hash)
 

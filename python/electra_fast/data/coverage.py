@@ -17,16 +17,16 @@ from typing import Any
 
 from electra_fast import _data
 
-# Text in the vocabulary's own language has well below 1 % [UNK].
+# Text in the vocabulary's language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.01
-# If more than this share of the unknown characters, and half of all that are not ASCII, are not: another language.
+# Another language: over this fraction of the unknown characters is not ASCII, or half of these characters are unknown.
 MOST_FOREIGN = 0.9
-# Number of unknown words or characters to name.
+# Number of unknown words or characters to list.
 LISTED = 10
 # Limits of the sample of a stream of documents.
 SAMPLE_DOCUMENTS = 100
 SAMPLE_CHARACTERS = 1 << 18
-# Fractions of letters or words above which to warn, given this many occurrences: a rare café in English is no problem.
+# Fractions of letters or words above which to warn, from `FEWEST` occurrences: a rare café in English is no problem.
 MOST_DROPPED = 0.005
 MOST_LOST = 0.01
 MOST_DECOMPOSED = 0.01
@@ -60,7 +60,7 @@ class Coverage:
 
 
 def unknown_warning(coverage: Coverage, texts: list[str], tokenizer: _data.Tokenizer) -> str | None:
-    """A one-line warning if too many tokens are [UNK]: the rate, frequent unknown words, the cause in a sample."""
+    """A one-line warning if too many tokens are [UNK], with frequent unknown words and the likely cause in a sample."""
     if coverage.unknown_share <= MOST_UNKNOWN:
         return None
     listing = _listing(coverage.unknown_words)
@@ -86,24 +86,24 @@ def _cause(words: Counter[str], letters: Counter[str], tokenizer: _data.Tokenize
     occurrences = sum(letters[letter] for letter in missing)
     if sum(words[word] for word in words if not set(missing).isdisjoint(word)) <= words.total() / 2:
         return (
-            "the vocabulary may be of another language, of cased text where this is uncased (or the other way round: "
-            "--cased, --uncased), or split words in another way"
+            "the vocabulary may be of another language, cased while this text is uncased (or the other way round: "
+            "--cased, --uncased), or split words differently"
         )
     foreign = sum(count for letter, count in letters.items() if not letter.isascii())
     unknown_foreign = sum(letters[letter] for letter in missing if not letter.isascii())
     if unknown_foreign > max(foreign / 2, MOST_FOREIGN * occurrences):
         return "the vocabulary seems to be of another language or script: train one on this text"
-    most = sorted(((letter, letters[letter]) for letter in missing), key=lambda each: -each[1])
+    most = sorted(((letter, letters[letter]) for letter in missing), key=lambda count: -count[1])
     return (
         f"the vocabulary lacks {len(missing):,} of the text's {len(letters):,} characters, {_listing(most)}; train one "
-        "on this text (with a --character-coverage nearer to 1 and a larger --size, if this one was)"
+        "on this text (if this one was, with a --character-coverage closer to 1 and a larger --size)"
     )
 
 
 def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None, **reading: Any) -> list[str]:
-    """About 1 MiB of text: the start of each file, or the first documents, put back into `source`.
+    """About 1 MiB of text: the start of each file, or the first documents, which are put back into `source`.
 
-    `run` is the tokenizer and the output folder of `prepare`, which its inputs must not contain.
+    `run` has the tokenizer and the output folder of `prepare`; neither may be among the inputs.
     """
     if "texts" not in source:
         return _data.text_sample(run, **source, **reading)
@@ -141,7 +141,8 @@ def _clusters(word: str) -> Iterator[str]:
 
 
 def _bare(cluster: str) -> str:
-    letters = (each for each in unicodedata.normalize("NFD", cluster) if unicodedata.category(each) != "Mn")
+    decomposed = unicodedata.normalize("NFD", cluster)
+    letters = (character for character in decomposed if unicodedata.category(character) != "Mn")
     return unicodedata.normalize("NFC", "".join(letters))
 
 
@@ -158,20 +159,20 @@ def _dropped_accents(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterato
     occurrences = sum(counts[cluster] for cluster in dropped)
     if occurrences < FEWEST or occurrences <= MOST_DROPPED * letters:
         return
-    most = ", ".join(f"{each} → {marked[each] or 'nothing'}" for each, _ in counts.most_common() if each in dropped)
+    most = ", ".join(f"{mark} → {marked[mark] or 'nothing'}" for mark, _ in counts.most_common() if mark in dropped)
     yield (
         f"warning: the vocabulary drops accents and marks: {occurrences / letters:.1%} of the letters of a sample lose "
-        f"theirs ({_shortened(most)}){_merged(words, spelled, {each: marked[each] for each in dropped})}; "
+        f"theirs ({_shortened(most)}){_merged(words, spelled, {mark: marked[mark] for mark in dropped})}; "
         "`electra-fast vocab` without --strip-accents trains a vocabulary that keeps them"
     )
 
 
 def _merged(words: Counter[str], spelled: dict[str, list[str]], dropped: dict[str, str]) -> str:
-    """Returns the share of words that dropping accents makes equal to another word, with examples."""
+    """Returns the fraction of words that equal another word without their accents, with examples."""
     spellings: dict[str, Counter[str]] = defaultdict(Counter)
     for word, count in words.items():
         clusters = spelled.get(word, [word])
-        spellings["".join(dropped.get(each, each) for each in clusters)]["".join(clusters)] += count
+        spellings["".join(dropped.get(cluster, cluster) for cluster in clusters)]["".join(clusters)] += count
     merged = [frequent for forms in spellings.values() if len(frequent := _frequent(forms)) > 1]
     if not merged:
         return ""
@@ -210,8 +211,8 @@ def _long_words(words: Counter[str], tokenizer: _data.Tokenizer) -> Iterator[str
     if share > MOST_LOST:
         yield (
             f"warning: {share:.1%} of the letters of a sample are in words of more than {MAX_WORD_CHARS} characters, "
-            f"each of which is one [UNK] ({lost[0][:20]}…); separate words by spaces, or use a tokenizer.json that "
-            "needs none (SentencePiece)"
+            f"each a single [UNK] ({lost[0][:20]}…); separate words with spaces, or use a tokenizer.json that "
+            "needs no spaces (SentencePiece)"
         )
 
 

@@ -15,19 +15,19 @@ Separator = Literal["blank-line", "file", "line"]
 InvalidUtf8 = Literal["error", "replace"]
 Format = Literal["auto", "txt", "jsonl", "json", "parquet", "arrow"]
 
-# Linux and macOS have no longer paths.
+# The longest path on Linux and macOS.
 LONGEST_PATH = 4096
 
 
 def source(inputs: Any, kind: Kind, text_fields: list[str], invalid_utf8: InvalidUtf8) -> dict[str, Any]:
     """The argument `files` or `texts` of the Rust functions, by the rule that `prepare` documents."""
     if kind not in ("auto", "files", "documents"):
-        raise InputError(f"kind is {kind!r}; it can be one of 'auto', 'files', 'documents'")
+        raise InputError(f"kind = {kind!r}: must be one of 'auto', 'files', 'documents'")
     _reject_tables(inputs)
     if isinstance(inputs, str | os.PathLike):
         inputs = [inputs]
     elif not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs is {_abbreviated(inputs)}: give a path, a list of paths, or an iterable of str")
+        raise TypeError(f"inputs = {_abbreviated(inputs)}: must be a path, a list of paths, or an iterable of str")
     if kind == "documents" or (kind == "auto" and not _are_paths(inputs)):
         return {"texts": _texts(inputs, text_fields, invalid_utf8)}
     files = [_path(position, entry) for position, entry in enumerate(inputs)]
@@ -37,15 +37,15 @@ def source(inputs: Any, kind: Kind, text_fields: list[str], invalid_utf8: Invali
 
 
 def _reject_tables(inputs: Any) -> None:
-    """Iterating over a dictionary of splits or a data frame would give its keys, not its rows."""
+    """Rejects a dictionary of splits and a data frame: iterating over them would yield keys, not rows."""
     if isinstance(inputs, Mapping) or getattr(inputs, "ndim", 1) == 2:
         names = [str(name) for name in inputs]
-        hint = f"; give one of them, such as inputs[{names[0]!r}]" if names else ""
+        hint = f"; pass one of them, such as inputs[{names[0]!r}]" if names else ""
         raise TypeError(f"inputs is a {type(inputs).__name__} of {', '.join(names) or 'nothing'}{hint}")
 
 
 def _are_paths(inputs: Iterable[Any]) -> bool:
-    """A list or tuple holds paths unless one of its strings can't be a path."""
+    """Returns whether inputs are paths: a list or tuple is, unless one of its strings cannot be a path."""
     if not isinstance(inputs, list | tuple):
         return False
     return not any(
@@ -56,36 +56,35 @@ def _are_paths(inputs: Iterable[Any]) -> bool:
 
 def _path(position: int, entry: Any) -> str:
     if not isinstance(entry, str | os.PathLike):
-        raise TypeError(f"inputs[{position}] is {_abbreviated(entry)}: give paths, or text with kind='documents'")
+        raise TypeError(f"inputs[{position}] = {_abbreviated(entry)}: must be a path; for text, pass kind='documents'")
     return os.fspath(entry)
 
 
 def _reject_short_texts(inputs: Iterable[Any]) -> None:
-    """One-line documents look like paths: if there is no such file, the error says how to pass documents."""
+    """Rejects missing files with a hint about documents, because one-line documents look like paths."""
     for path in inputs:
         if _data.url_of(os.fspath(path)) is not None:
             continue
         if isinstance(path, str) and not set("*?[") & set(path) and not os.path.exists(path):
-            raise FileNotFoundError(f"{path}: not found; for documents instead of paths add kind='documents'")
+            raise FileNotFoundError(f"{path}: not found; to pass documents instead of paths, add kind='documents'")
 
 
 def _texts(items: Iterable[Any], text_fields: list[str], invalid_utf8: InvalidUtf8) -> Iterator[str]:
     for position, item in enumerate(items):
         text = _record_text(position, item, text_fields) if isinstance(item, Mapping) else item
         if not isinstance(text, str):
-            raise TypeError(f"document {position} is {_abbreviated(text)}, not a str")
+            raise TypeError(f"document {position} = {_abbreviated(text)}: must be a str")
         yield text if text.isascii() else _encodable(position, text, invalid_utf8)
 
 
 def _encodable(position: int, text: str, invalid_utf8: InvalidUtf8) -> str:
-    """A text without halves of surrogate pairs, which `json` reads but no encoding of text has."""
+    """A text without unpaired surrogates, which `json` reads but no text encoding allows."""
     try:
         text.encode()
     except UnicodeEncodeError:
         if invalid_utf8 == "error":
             raise InputError(
-                f"document {position}: half of a surrogate pair, which is not text; fix it, or read it as U+FFFD with "
-                "invalid_utf8='replace'"
+                f"document {position}: unpaired surrogate; fix it, or read it as U+FFFD with invalid_utf8='replace'"
             ) from None
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
@@ -100,17 +99,17 @@ def _record_text(position: int, record: Mapping[str, Any], text_fields: list[str
         except KeyError:
             available = ", ".join(map(str, record)) or "none"
             raise InputError(
-                f"document {position}: no field {field!r}; there are: {available}; choose with text"
+                f"document {position}: no field {field!r}; available: {available}; choose one with text"
             ) from None
         if not isinstance(value, str | None):
-            raise TypeError(f"document {position}: field {field!r} is {_abbreviated(value)}, not a str")
+            raise TypeError(f"document {position}: field {field!r} = {_abbreviated(value)}: must be a str")
         if value is not None:
             texts.append(value)
     return "\n".join(texts)
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a field; dots lead into records in it, of which null has no text. Raises KeyError."""
+    """The value of a field; dots lead into nested records, and null is an empty record. Raises KeyError."""
     if name in record:
         return record[name]
     for outer, value in record.items():
@@ -138,7 +137,7 @@ def reading_options(
 
 def not_negative(name: str, value: int) -> int:
     if value < 0:
-        raise InputError(f"{name} is {value}; give 0 or more")
+        raise InputError(f"{name} = {value}: must be at least 0")
     return value
 
 
@@ -148,13 +147,13 @@ def passed_over_warning(report: Mapping[str, Any]) -> str | None:
         return None
     share = report["skipped_bytes"] / (report["skipped_bytes"] + report["read_bytes"])
     return (
-        f"warning: {share:.0%} of the input's bytes are in {report['skipped_files']:,} files of other kinds that were "
-        f"passed over ({', '.join(report['skipped_kinds'])}); to read them, name them or give --format, of JSON its "
+        f"warning: {share:.0%} of the input's bytes are in {report['skipped_files']:,} skipped files of other kinds "
+        f"({', '.join(report['skipped_kinds'])}); to read them, pass their names or --format, for JSON also "
         "--text"
     )
 
 
 def skipped_lines(count: int, first: Iterable[tuple[str, int, str]], list_file: str | None) -> Iterator[str]:
-    more = f"; all of them are in {list_file}" if list_file else ""
+    more = f"; {list_file} lists all of them" if list_file else ""
     yield f"warning: {count:,} bad rows were skipped{more}"
     yield from (f"  {file}:{line}: {reason}" for file, line, reason in first)

@@ -1,4 +1,4 @@
-"""Inspects a corpus: counts, rates, and one packed and masked row as text."""
+"""Inspects a corpus: counts, fractions, and one packed and masked row as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from electra_fast.results import Result, table_lines
 class Inspection(Result):
     """Statistics of a corpus and of its rows of a given length, and one of these rows as text.
 
-    `rows` and `tokens_per_row` are those of packing `best-fit`. Of each packing there are the rows of an epoch, the
+    `rows` and `tokens_per_row` refer to packing `best-fit`. For each packing, there are the rows of an epoch, the
     tokens kept and dropped, and the fraction of positions that are not padding. The row has a line per segment, and
     masked positions as `[MASK]` followed by the original.
     """
@@ -35,7 +35,7 @@ class Inspection(Result):
     bytes_per_token: float
     vocab_size: int
     unknown_share: float
-    """[UNK] per token, measured as `tokens_per_word` on at most 2^24 evenly spaced tokens."""
+    """[UNK] per token, measured like `tokens_per_word` on at most 2^24 evenly spaced tokens."""
     tokens_per_word: float | None
     """None for a tokenizer that does not mark words."""
     held_out_documents: int
@@ -68,20 +68,20 @@ def inspect(
     cut_at: str = DataConfig.cut_at,
     seed: int = 0,
 ) -> Inspection:
-    """Summarizes a corpus and its validation split, and shows one of its packed, masked rows as text.
+    """Summarizes a corpus and its validation set, and shows one of its packed, masked rows as text.
 
     Args:
         corpus: Folder or URL of a corpus.
-        sequence_length: Tokens per row, special tokens included.
-        masking: Masking of the row, as for `BatchLoader`.
-        mask_prob: Fraction of its tokens to mask.
-        packing: Packing of documents into it, as for `BatchLoader`.
-        cut_at: Places where a document may be cut, as for `BatchLoader`.
+        sequence_length: Tokens per row, including special tokens.
+        masking: Masking of the row, as in `BatchLoader`.
+        mask_prob: Fraction of the row's tokens to mask.
+        packing: Packing of documents into rows, as in `BatchLoader`.
+        cut_at: Positions at which a document may be cut, as in `BatchLoader`.
         seed: Selects the row.
 
     Raises:
-        FileNotFoundError: There is no corpus.
-        ValueError: As for `BatchLoader`.
+        FileNotFoundError: The corpus does not exist.
+        ValueError: As in `BatchLoader`.
     """
     options: dict[str, Any] = {"masking": masking, "mask_prob": mask_prob, "packing": packing, "cut_at": cut_at}
     loader = BatchLoader(corpus, sequence_length=sequence_length, batch_size=1, seed=seed, epochs=1, **options)
@@ -91,10 +91,10 @@ def inspect(
     num_tokens = opened.num_tokens
     packings: dict[str, Any] = {}
     for name in _data.PACKINGS:
-        kept = contents(corpus, name, sequence_length)
+        rows = contents(corpus, name, sequence_length)
         prefix = name.replace("-", "_")
-        packings |= {f"{prefix}_rows": kept.rows, f"{prefix}_fill": kept.fill}
-        packings |= {f"{prefix}_tokens_kept": kept.tokens, f"{prefix}_tokens_dropped": num_tokens - kept.tokens}
+        packings |= {f"{prefix}_rows": rows.rows, f"{prefix}_fill": rows.fill}
+        packings |= {f"{prefix}_tokens_kept": rows.tokens, f"{prefix}_tokens_dropped": num_tokens - rows.tokens}
     return Inspection(
         content_hash=opened.content_hash,
         documents=len(opened),

@@ -2,7 +2,7 @@
 
 Sits between the Rust data engine (`_data`), which shuffles, packs and masks, and the training loop.
 """
-# Shapes: B rows, L row length, M mask slots per row, S attention segments (padding tails included).
+# Shapes: B rows, L row length, M mask slots per row, S attention segments (including padding tails).
 
 from __future__ import annotations
 
@@ -35,58 +35,58 @@ def default_cache_dir() -> str:
 
 
 class BatchLoader(Iterator[RecordBatch]):
-    """Masked, packed record batches of a corpus, or of several; endless unless `epochs` is given.
+    """Masked, packed record batches of one or several corpora; endless unless `epochs` is set.
 
     The stream of rows depends only on the corpus, `seed`, `sequence_length`, `masking`, `mask_prob`, `packing`,
     `cut_at` and `lanes`. `batch_size` counts rows over all ranks; rank r of W gets rows `r*batch_size//W`
     to `(r+1)*batch_size//W` of each batch, so the concatenated batches are the same for any W.
-    After `epochs` passes it stops with a partial batch of the remaining rows, split the same way
+    After `epochs` passes, it stops with a partial batch of the remaining rows, split the same way
     (a rank may then get no rows). Threads start with the first batch.
 
     A copy, whether unpickled or inherited by a forked process, continues at the original's position
-    with threads of its own.
+    with separate threads.
 
     Args:
-        corpus: Folder written by `prepare`. Or several, which give rows in proportion to weights: a list of
-            "FOLDER:WEIGHT" or a mapping from folder to weight; without any weight in the list, in proportion to their
-            tokens. After any number of rows, each corpus is within one row of its share.
-        sequence_length: Tokens per row (L), special tokens included, 8 to 32,768.
+        corpus: Folder written by `prepare`. Or several folders, which supply rows in proportion to weights: a list of
+            "FOLDER:WEIGHT" or a mapping from folder to weight; without weights in the list, in proportion to their
+            tokens. After any number of rows, each corpus is within one row of its weight.
+        sequence_length: Tokens per row (L), including special tokens, 8 to 32,768.
         batch_size: Rows per batch, over all ranks.
-        seed: Determines the order of documents, where they are split, and the masks.
-        masking: Choice of the masked tokens. `tokens`: distinct ones. `with-repeats`: draws that may repeat, 85 % of
-            them masked. `80-10-10`: distinct ones, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
-            random order, skipping words that would exceed `mask_prob`. `span`: one to three adjacent words n with
-            probability proportional to 1/n, fewer where a special token, a masked word or `mask_prob` ends them
-            (the n-grams of DeBERTa). Words are those that the vocabulary marks (`##`, `Ġ`, `▁`); the first token
-            of a segment counts as the start of one. In a row in which no word is short enough, tokens are masked
+        seed: Determines the order of documents, the positions of cuts, and the masks.
+        masking: Choice of the masked tokens. `tokens`: distinct tokens. `with-repeats`: draws that may repeat, 85 % of
+            them masked. `80-10-10`: distinct tokens, 80 % masked, 10 % replaced. `whole-word`: all tokens of words in
+            random order, skipping words that would exceed `mask_prob`. `span`: n adjacent words, n from 1 to 3, with
+            probability proportional to 1/n, fewer if a special token, a masked word or `mask_prob` ends them
+            (the n-grams of DeBERTa). The vocabulary marks words (`##`, `Ġ`, `▁`); the first token
+            of a segment counts as the start of a word. If no word of a row is short enough, tokens are masked
             one by one.
-        mask_prob: Fraction of a row's tokens that are masked; with whole words, the most.
+        mask_prob: Fraction of a row's tokens that are masked; with whole words, the maximum.
         rank: Part of each batch to return.
         world_size: Number of parts.
         packing: Packing of documents into rows. `best-fit` keeps every token and fills the rows. `examples`
-            builds examples as the published code does: one or two segments of a document's lines
-            (token types 0 and 1), one example per row, truncated if too long; `inspect` reports how much that drops.
-        cut_at: Places where `best-fit` may cut a document: at any `token`, or only before a `word` or `line`
-            of it, at the price of more padding. A word or line longer than a row is cut at tokens.
-        lanes: Equal parts of each batch, in order, each with a stream of its own: every epoch divides the blocks of the
-            corpus among the lanes anew. A rank reads only the blocks of the lanes that its rows come from, so nodes
-            fetch different blocks from an object store. Must divide `batch_size`; more than one needs `epochs=None`,
+            builds examples like the published code: one or two segments of a document's lines
+            (token types 0 and 1), one example per row, truncated if too long; `inspect` reports the loss.
+        cut_at: Positions at which `best-fit` may cut a document: at any `token`, or only before a `word` or `line`,
+            at the price of more padding. A word or line longer than a row is cut at tokens.
+        lanes: Equal parts of each batch, in order, each with a separate stream: every epoch divides the blocks of the
+            corpus again among the lanes. A rank reads only the blocks of the lanes that its rows come from, so nodes
+            fetch different blocks from an object store. Must divide `batch_size`; several lanes need `epochs=None`,
             since lanes begin their next epoch at different batches.
-        num_threads: Threads that fill batches, in addition to one that plans them.
+        num_threads: Threads that fill batches, in addition to the planning thread.
         prefetch: Number of batches prepared in advance.
         cache_dir: Folder on a local disk for blocks fetched from object stores (URLs `s3://`, `gs://`, `az://`,
             `http(s)://`), shared by all processes of a node and kept for the next run; by default
-            `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache. File systems that machines share are refused.
-        cache_bytes: Size limit of this cache. What was not used for longest makes room for the rest.
-        epochs: Passes over each corpus; `None` for no limit. A finished corpus leaves its share to the others.
+            `electra-fast/corpora` in $XDG_CACHE_HOME or ~/.cache. Shared file systems are refused.
+        cache_bytes: Size limit of this cache. The least recently used blocks are removed.
+        epochs: Passes over each corpus; `None` for no limit. After that, the other corpora supply its rows.
 
     Raises:
-        FileNotFoundError: There is no corpus.
-        ValueError: An option is out of range (the message gives the range), the vocabulary does not mark the
-            words that an option needs, or a file is damaged (the message gives the file and block), which any batch
-            may raise. Corpora have different vocabularies, or one is named twice, or a weight is missing or not above
-            0. The cache is too small for the corpus, or a store refuses it.
-        OSError: A store did not answer, or the cache's disk is full; any batch may raise it.
+        FileNotFoundError: A corpus does not exist.
+        ValueError: An option is out of range (the message has the range), the vocabulary does not mark the
+            words that an option needs, or a file is damaged (the message has the file and block), which any batch
+            may raise. Corpora have different vocabularies, or one is repeated, or a weight is missing or not above
+            0. The cache is too small for the corpus, or a store refused a request.
+        OSError: A store did not respond, or the cache's disk is full; any batch may raise it.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class BatchLoader(Iterator[RecordBatch]):
         options["cache_bytes"] = min(cache_bytes, 2**63 - 1)  # more than any disk
         for name, value in (("masking", masking), ("packing", packing)):
             if (now := present_name(f"data.{name}", value)) != value:
-                raise InputError(f'{name} = "{value}": now called "{now}"')
+                raise InputError(f'{name} = "{value}": renamed to "{now}"')
         self._options: dict[str, Any] = options
         self._loader = _data.BatchLoader(weighted_folders(corpus), options)
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> Self:
-        """The loader of a configuration, but with one lane; `changes` override the constructor's arguments."""
+        """The loader of a configuration, with one lane; `changes` override the constructor's arguments."""
         keys = vars(config.data) | vars(config.train) | {"lanes": 1}
         arguments = {name: keys[name] for name in inspect.signature(cls).parameters if name in keys}
         return cls(**arguments | changes)
@@ -139,7 +139,7 @@ class BatchLoader(Iterator[RecordBatch]):
         names = ", ".join(repr(folder) for folder, _ in corpora)
         rows = "{batch_size} rows of {sequence_length} tokens, {packing} packing, {masking} masking of {mask_prob:.0%}"
         part = "" if options["world_size"] == 1 else ", part {rank} of {world_size}"
-        epochs = ", ".join(f"{each:.4g}" for each in self.passes())
+        epochs = ", ".join(f"{epoch:.4g}" for epoch in self.passes())
         return f"BatchLoader({names}): {(rows + part).format(**options)}; at epoch {epochs}"
 
     def __iter__(self) -> Self:
@@ -149,16 +149,16 @@ class BatchLoader(Iterator[RecordBatch]):
         return next(self._loader)
 
     def state(self) -> dict[str, Any]:
-        """Position after the last batch returned: JSON, under 256 bytes; several corpora take about 110 bytes each.
+        """Position after the last returned batch: JSON, under 256 bytes; several corpora take about 110 bytes each.
 
-        With several lanes, about 20 bytes per corpus and lane; a rank knows the positions of its own lanes only, and
-        `merge_states` combines those of all ranks.
+        With several lanes, about 20 bytes per corpus and lane; a rank knows only the positions of its lanes, and
+        `merge_states` combines the states of all ranks.
         """
         state: dict[str, Any] = json.loads(self._loader.state())
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resumes from `state`, which of several lanes is merged; batch size, rank, world size and threads may differ.
+        """Resumes from `state`, merged if there are several lanes; batch size, rank, world size and threads may differ.
 
         Raises:
             ValueError: The state belongs to other corpora, weights, seed or row options (the message names
@@ -167,15 +167,15 @@ class BatchLoader(Iterator[RecordBatch]):
         self._loader.restore(json.dumps(with_present_names(state)))
 
     def passes(self) -> list[float]:
-        """Returns the epochs of each corpus up to the last batch: finished ones and a fraction of the next.
+        """Returns the epochs of each corpus up to the last batch: finished epochs and a fraction of the next.
 
-        With several lanes, the mean over those of this rank.
+        With several lanes, the average over the lanes of this rank.
         """
         return self._loader.passes()
 
     @property
     def num_rows(self) -> int:
-        """Rows per epoch of all corpora; with `examples` or `cut_at`, where epochs differ, those of the first.
+        """Rows per epoch of all corpora; rows of the first epoch with `examples` or `cut_at`, where epochs differ.
 
         Each call reads the lengths of all documents, or of all lines with `examples` and `cut_at="line"`; with
         `cut_at="word"`, also the tokens around each cut.
@@ -187,7 +187,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the state of loaders with several lanes, from the states of all ranks after the same batch.
 
     Raises:
-        ValueError: They are of different loaders or batches.
+        ValueError: The states belong to different loaders or batches.
     """
     merged: dict[str, Any] = json.loads(_data.merge_states([json.dumps(dict(state)) for state in states]))
     return merged
@@ -205,14 +205,14 @@ def to_torch(batch: RecordBatch | pa.RecordBatch, device: torch.device | str = "
         int32, 1, 2, … for the attention segments of a row and 0 on padding; `masked_positions` and
         `masked_ids` (the original ids) [B, M] int32; `masked_weights` [B, M] float32, 0 for unused
         slots; `cu_seqlens` [S + 1] int32, the cumulative segment lengths in the flat buffer of B * L
-        tokens, where each row's padding tail is a segment of its own, so that the last entry is B * L.
+        tokens; each row's padding tail is a separate segment, so the last entry is B * L.
 
     Raises:
         TypeError: `batch` is not a record batch.
-        ValueError: It lacks one of the loader's columns (the message names it).
+        ValueError: `batch` lacks one of the loader's columns (the message names it).
     """
     if not hasattr(batch, "__arrow_c_array__"):
-        raise TypeError(f"batch is of type {type(batch).__name__}; give a record batch, such as next(loader)")
+        raise TypeError(f"batch: must be a record batch, such as next(loader), not {type(batch).__name__}")
     target = torch.device(device)
     if isinstance(batch, RecordBatch) and batch.num_rows > 0:
         buffer = to_device(torch.frombuffer(batch, dtype=torch.int32), target)
@@ -222,7 +222,7 @@ def to_torch(batch: RecordBatch | pa.RecordBatch, device: torch.device | str = "
 
 
 def rows_of(batch: Mapping[str, torch.Tensor], rows: range) -> dict[str, torch.Tensor]:
-    """Returns some rows of a batch (from `to_torch`), views but for `cu_seqlens`; synchronizes with the device."""
+    """Returns some rows of a batch (from `to_torch`): views, except `cu_seqlens`. Synchronizes with the device."""
     length = batch["input_ids"].shape[1]
     ends = batch["cu_seqlens"]
     first = rows.start * length
@@ -232,10 +232,10 @@ def rows_of(batch: Mapping[str, torch.Tensor], rows: range) -> dict[str, torch.T
 
 
 def padding_row(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A row of padding, which no loss counts, for a process that has no rows in a micro-batch.
+    """A row of padding, which no loss counts, for a process without rows in a micro-batch.
 
-    Its forward and backward passes make the calls that the other processes wait for, and give gradients of 0. The
-    shapes are those of `batch` (from `to_torch`), which may have no rows.
+    Its forward and backward passes make the calls that the other processes wait for, with gradients of 0. The
+    shapes are taken from `batch` (from `to_torch`), which may have no rows.
     """
     row = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.items() if name != "cu_seqlens"}
     ends = torch.zeros(2, dtype=torch.int32, device=row["input_ids"].device)
@@ -247,9 +247,9 @@ class HostBatch(NamedTuple):
     """A batch of a `BatchLoader` as arrays, which can be sent to another process.
 
     Args:
-        values: The columns of fixed size one after another, flat int32.
-        layout: First element and row width of each of them.
-        num_rows: Rows.
+        values: The concatenated fixed-size columns, flat int32.
+        layout: First element and row width of each column.
+        num_rows: Number of rows.
         segment_ends: `cu_seqlens` of `to_torch`.
     """
 
@@ -270,8 +270,8 @@ class HostBatch(NamedTuple):
 class MicroBatches:
     """Static device buffers for a step's batch, split into micro-batches and refilled at every step.
 
-    A captured CUDA graph reads from fixed addresses, so the tensors of `parts` stay where they are. They are
-    those of `to_torch`, except that `cu_seqlens` is padded with empty segments at its end. A batch with more
+    A captured CUDA graph reads from fixed addresses, so the tensors of `parts` keep their addresses. They equal the
+    tensors of `to_torch`, except that `cu_seqlens` is padded with empty segments at its end. A batch with more
     segments than fit reallocates the tensors and increments `version`. The `rows` of the micro-batches are consecutive
     ranges that begin at 0.
     """
@@ -286,7 +286,7 @@ class MicroBatches:
         self.capacity = 0
 
     def load(self, batch: HostBatch) -> None:
-        """Copies in a batch of the loader; ValueError if it does not have the number of rows that is split.
+        """Copies a batch of the loader into the buffers; ValueError if it has the wrong number of rows.
 
         On CUDA the copies are asynchronous, on the current stream.
         """
@@ -314,10 +314,10 @@ class MicroBatches:
 
     def _check(self, batch: HostBatch) -> None:
         if batch.num_rows != self._num_rows:
-            raise InputError(f"{batch.num_rows} rows, where a step has {self._num_rows}")
+            raise InputError(f"the batch has {batch.num_rows} rows, expected {self._num_rows}")
 
     def _part_seqlens(self, batch: HostBatch) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
-        """`cu_seqlens` of each part, relative to its own flat buffer."""
+        """`cu_seqlens` of each part, relative to its flat buffer."""
         ends = batch.segment_ends
         length = int(ends[-1]) // batch.num_rows
         cuts = np.searchsorted(ends, [0, *(rows.stop * length for rows in self._rows)])
@@ -336,7 +336,7 @@ class MicroBatches:
 
 
 def _pinned(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A pinned copy if the target is a GPU; the caching allocator reuses it only after the stream is done with it."""
+    """A pinned copy if the target is a GPU; the caching allocator reuses it only after the stream has used it."""
     return tensor.pin_memory() if target.type == "cuda" else tensor
 
 
@@ -357,7 +357,7 @@ def _views(buffer: torch.Tensor, layout: list[tuple[int, int]], rows: slice) -> 
 def _from_columns(columns: Any) -> dict[str, torch.Tensor]:
     missing = {*_TOKEN_COLUMNS, *_MASK_COLUMNS, "segment_lengths"} - set(columns.schema.names)
     if missing:
-        raise InputError(f"the record batch has no column {', '.join(sorted(missing))}; give one of a BatchLoader")
+        raise InputError(f"the record batch has no column {', '.join(sorted(missing))}; pass a batch of a BatchLoader")
     tensors = {name: _rows(columns.column(name)) for name in _TOKEN_COLUMNS + _MASK_COLUMNS}
     length = tensors["input_ids"].shape[1]
     tensors["cu_seqlens"] = torch.from_numpy(_segment_ends(columns.column("segment_lengths"), length))

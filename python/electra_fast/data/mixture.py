@@ -1,4 +1,4 @@
-"""One corpus, or several that are trained on together: their names, weights, and combined properties.
+"""One or several corpora of a run: their names, weights, and combined properties.
 
 Sits between the configuration's `data.corpus` and the loader, which reads the corpora in proportion to their weights.
 """
@@ -26,7 +26,7 @@ Weighted = list[tuple[str, float | None]]
 
 
 def weighted_folders(corpora: Corpora) -> Weighted:
-    """The folders and their weights, None where there is none. A single folder may contain colons."""
+    """The folders and their weights, or None without a weight. A single folder may contain colons."""
     if isinstance(corpora, (str, os.PathLike)):
         return [(os.fspath(corpora), None)]
     if isinstance(corpora, Mapping):
@@ -36,9 +36,9 @@ def weighted_folders(corpora: Corpora) -> Weighted:
 
 
 def absolute(corpora: Corpora) -> str | list[str] | dict[str, float]:
-    """The same with absolute paths, so that a resumed run finds them from anywhere; URLs stay unchanged."""
+    """The same corpora with absolute paths, so that a resumed run finds them from anywhere; URLs stay unchanged."""
     if isinstance(corpora, Configuration):
-        raise InputError("the first argument is the corpus; give the configuration with config=")
+        raise InputError("the first argument is the corpus; pass the configuration as config=")
     if isinstance(corpora, (str, os.PathLike)):
         return _absolute(os.fspath(corpora))
     if isinstance(corpora, Mapping):
@@ -53,14 +53,14 @@ def missing_folder(corpora: Corpora) -> str | None:
 
 
 class Mixture:
-    """The corpora of a run, often only one; each gives rows in proportion to its weight.
+    """The corpora of a run, often only one; each supplies rows in proportion to its weight.
 
     Args:
-        corpora: A corpus's folder; or several as a list of "FOLDER:WEIGHT" or a mapping from folder to weight.
-            Without any weight, rows are in proportion to the corpora's tokens.
+        corpora: Folder of a corpus; or several folders as a list of "FOLDER:WEIGHT" or a mapping from folder to weight.
+            Without weights, rows are in proportion to the corpora's tokens.
 
     Raises:
-        FileNotFoundError: There is no corpus in one of the folders; the message names it.
+        FileNotFoundError: One of the folders has no corpus; the message names it.
         ValueError: The corpora have different vocabularies, two are the same, a weight is not a number above 0 or is
             missing, or a file is damaged.
     """
@@ -69,7 +69,7 @@ class Mixture:
         entries = weighted_folders(corpora)
         self.folders = [folder for folder, _ in entries]
         self.corpora = [Corpus(folder) for folder in self.folders]
-        # A corpus alone has no share to compute; the loader says whether it can be read.
+        # A single corpus needs no weight; the loader reports whether it can be read.
         self.weights = [1] if isinstance(corpora, (str, os.PathLike)) else _data.mixture_weights(entries)
         self.shares = [weight / sum(self.weights) for weight in self.weights]  # of the rows
         self.is_single = len(self.corpora) == 1
@@ -85,7 +85,7 @@ class Mixture:
 
     @property
     def content_hash(self) -> str:
-        """Identifies the corpora and their weights: the hash of one corpus, "HASH:WEIGHT HASH:WEIGHT" of several."""
+        """Identifies the corpora and their weights: the hash of one corpus, "HASH:WEIGHT HASH:WEIGHT" for several."""
         if self.is_single:
             return self.corpora[0].content_hash
         return " ".join(
@@ -94,23 +94,23 @@ class Mixture:
 
     @property
     def holdout(self) -> Corpora | None:
-        """The validation corpora (`prepare --holdout`) of those corpora that have one.
+        """The validation sets (`prepare --holdout`) of the corpora that have one.
 
-        Without weights: a pass reads each once, and any part of a pass has tokens of each in proportion.
+        Without weights: a pass reads each of them once, and any part of a pass has their tokens in proportion.
         """
         if self.is_single:
             return self.corpora[0].holdout
         folders = [corpus.holdout for corpus in self.corpora if corpus.holdout is not None]
         opened = [(Corpus(folder), folder) for folder in folders]
-        # By content, because two corpora may have the same validation part; one without text is left out.
-        found = {corpus.content_hash: folder for corpus, folder in opened if corpus.num_tokens}
-        return list(found.values()) or None
+        # By content, because two corpora may have the same validation set; empty ones are skipped.
+        by_content = {corpus.content_hash: folder for corpus, folder in opened if corpus.num_tokens}
+        return list(by_content.values()) or None
 
     def token_counts(self, cache: tuple[str, int] | None = None) -> NDArray[np.int64] | NDArray[np.float64]:
-        """Expected number of occurrences of each id in as many tokens as the corpora have: shape [vocab_size].
+        """Expected number of occurrences of each id in the whole mixture: shape [vocab_size].
 
-        The int64 counts of a single corpus. For several, fp64, each corpus scaled to its share of the tokens; without
-        weights, this is the sum of the counts. Reads all tokens; `cache` is that of `Corpus.token_counts`, for all.
+        Returns int64 counts for a single corpus. For several, fp64, each corpus scaled to its fraction of the tokens;
+        without weights, the sum of the counts. Reads all tokens; `cache` works as in `Corpus.token_counts`, in total.
         """
         if cache is not None:
             cache = cache[0], cache[1] // len(self.corpora)
@@ -122,22 +122,22 @@ class Mixture:
         return expected
 
     def names(self) -> list[str]:
-        """Short names: the last part of each folder's path where these differ, else the folders."""
+        """Short names: the last part of each folder's path if these differ, else the folders."""
         last = [Path(folder).name for folder in self.folders]
         return last if max(Counter(last).values()) == 1 else self.folders
 
 
-# Fields of a loader's state: what all its rows depend on, and its position in a corpus.
+# Fields of a loader's state: everything that determines its rows, and its position in a corpus.
 _STREAM = {"seed": int, "options": str}
 _PLACE = {"corpus": str, "epoch": int, "group": int, "row": int}
 _LANES = {"corpus": str, "lanes": list}
 
 
 def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the initial state of a loader whose rows differ from those of a saved state, and a message about it.
+    """Returns the initial state of a loader whose rows differ from a saved state's, and a message about it.
 
-    A corpus that both have starts its next epoch. But with equal seeds and options, the corpora of two mixtures keep
-    their order, so they continue at their positions and only their shares change.
+    A corpus in both starts its next epoch. But with equal seeds and options, the corpora of two mixtures keep
+    their order, so they continue at their positions and only their weights change.
     """
     before = {member["corpus"]: member for member in _members(saved)}
     same = ("seed", "options")
@@ -147,7 +147,7 @@ def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict
         known = before.get(member["corpus"])
         if known is None:
             return member
-        lanes = known.get("lanes")  # each of them epoch, group, row and turns
+        lanes = known.get("lanes")  # epoch, group, row and turns of each
         if continues:
             if lanes is not None:
                 return member | {"lanes": [[*lane[:3], 0] for lane in lanes]}
@@ -162,12 +162,12 @@ def resumed_state(fresh: dict[str, Any], saved: Mapping[str, Any]) -> tuple[dict
     else:
         state = begin(fresh)
     if continues:
-        return state, "the corpora have other shares from here on; those that were there before go on where they were"
-    return state, "the change makes other rows of the corpus: their order starts anew, with another epoch"
+        return state, "the weights of the corpora changed; existing corpora continue from their current position"
+    return state, "this change alters the rows, so the data order restarts with a new epoch"
 
 
 def with_present_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a loader's state, in which older releases called masking and packing by other names."""
+    """Returns a loader's state with the current names of masking and packing; older releases had others."""
     words = [word.partition("=") for word in str(state.get("options")).split(" ")]
     options = " ".join(f"{name}{equals}{present_name(f'data.{name}', value)}" for name, equals, value in words)
     return {**state, "options": options} if "options" in state else dict(state)
@@ -181,22 +181,22 @@ def stream_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _members(state: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     members: Any = state.get("corpora", [state])
-    if not isinstance(members, list) or not all(isinstance(each, dict) for each in members):
-        raise InputError("a checkpoint's state: loader.corpora is not a list of objects")
+    if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
+        raise InputError("checkpoint: loader.corpora must be a list of objects")
     kinds_of = [_LANES if "lanes" in member else _PLACE for member in members]
     for table, kinds in ((state, _STREAM), *zip(members, kinds_of, strict=True)):
         for name, kind in kinds.items():
             if not isinstance(table.get(name), kind):
-                raise InputError(f"a checkpoint's state: {name} of its loader is missing or not of its type")
+                raise InputError(f"checkpoint: loader.{name} is missing or has the wrong type")
         for lane in table.get("lanes", ()):
             if not (lane is None or isinstance(lane, list) and [type(number) for number in lane] == [int] * 4):
-                raise InputError("a checkpoint's state: a lane of its loader is not four integers")
-    found: Iterable[Mapping[str, Any]] = members
-    return found
+                raise InputError("checkpoint: loader.lanes must have four integers per lane")
+    checked: Iterable[Mapping[str, Any]] = members
+    return checked
 
 
 def _divided(entry: str) -> tuple[str, str]:
-    """Folder and weight of an entry "FOLDER:WEIGHT"; an existing folder of that whole name has no weight."""
+    """Folder and weight of an entry "FOLDER:WEIGHT"; an existing folder with that whole name has no weight."""
     folder, _, weight = entry.rpartition(":")
     try:
         float(weight)
@@ -207,11 +207,11 @@ def _divided(entry: str) -> tuple[str, str]:
 
 def _weight(folder: str, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise InputError(f"{folder}: weight {weight!r}: must be a number above 0")
+        raise InputError(f"{folder}: weight = {weight!r}: must be a number above 0")
     return float(weight)
 
 
 def _absolute(folder: str) -> str:
     if folder.endswith(".toml"):
-        raise InputError(f"{folder}: a configuration is given with --config (config=), and a corpus is a folder")
+        raise InputError(f"{folder}: must be the folder of a corpus; pass a configuration with --config (config=)")
     return _data.url_of(folder) or (os.path.abspath(folder) if folder else "")

@@ -1,4 +1,4 @@
-"""Files of object stores, for exports, mirrors of runs and labeled examples; the extension repeats failed requests."""
+"""Files in object stores: exports, mirrors of runs and labeled examples. The Rust extension retries failed requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["delete_objects", "download", "list_objects", "local_file", "read", "
 
 
 def read(url: str) -> bytes | None:
-    """Returns the content of a small object, or None if there is none. Raises OSError or ValueError."""
+    """Returns the content of a small object, or None if it does not exist. Raises OSError or ValueError."""
     with tempfile.TemporaryDirectory(prefix="electra-fast-") as folder:
         path = os.path.join(folder, "object")
         try:
@@ -25,7 +25,7 @@ def read(url: str) -> bytes | None:
 
 
 def upload_folder(folder: Path, url: str, last: str) -> None:
-    """Uploads all files of a folder, those named `last` after the others. Raises OSError or ValueError."""
+    """Uploads all files of a folder, files named `last` after the others. Raises OSError or ValueError."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path.name == last, path)):
         upload(str(path), f"{url}/{path.relative_to(folder).as_posix()}")
@@ -45,10 +45,7 @@ class StoredFile(PosixPath):
 
 @contextlib.contextmanager
 def local_file(path: Path) -> Iterator[Path]:
-    """Yields the path itself, or that of a temporary copy if it is a URL.
-
-    Raises FileNotFoundError, ValueError or OSError naming the URL.
-    """
+    """Yields the path itself, or the path of a temporary copy if it is a URL; errors have the URL in their message."""
     url = url_of(str(path))
     if url is None:
         yield path

@@ -1,6 +1,6 @@
-"""How a tokenizer joins the two texts of a pair, as its post-processor in tokenizer.json says.
+"""Templates by which tokenizers join the two texts of a pair, read from the post-processor in tokenizer.json.
 
-Fine-tuning joins pairs like this, so that a fine-tuned model sees the same ids in `transformers`.
+Fine-tuning joins pairs in the same way, so that a fine-tuned model sees the same ids in `transformers`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROBERTA = PairTemplate(num_separators=2, second_type=0)
 
 
 def template_of(post_processor: Mapping[str, Any] | None, cls: int, sep: int) -> PairTemplate | None:
-    """Returns the template of a post-processor, BERT's if there is none; None if it joins texts in another way."""
+    """Returns the template of a post-processor (BERT's if it is None), or None if it joins texts differently."""
     if post_processor is None:
         return BERT
     kind = post_processor["type"]
@@ -49,14 +49,14 @@ def template_of(post_processor: Mapping[str, Any] | None, cls: int, sep: int) ->
         steps = [step for step in post_processor["processors"] if step["type"] != "ByteLevel"]
         return template_of(steps[0], cls, sep) if len(steps) == 1 else None
     if kind in ("BertProcessing", "RobertaProcessing"):
-        found = BERT if kind == "BertProcessing" else ROBERTA
-        return found if (post_processor["cls"][1], post_processor["sep"][1]) == (cls, sep) else None
+        template = BERT if kind == "BertProcessing" else ROBERTA
+        return template if (post_processor["cls"][1], post_processor["sep"][1]) == (cls, sep) else None
     if kind != "TemplateProcessing":
         return None
     ids = {name: token["ids"] for name, token in post_processor["special_tokens"].items()}
-    own = tuple([_part(ids, part) for part in post_processor[name]] for name in ("single", "pair"))
+    wanted = tuple([_part(ids, part) for part in post_processor[name]] for name in ("single", "pair"))
     templates = (PairTemplate(number, types) for number, types in product((1, 2), (0, 1)))
-    return next((template for template in templates if template.parts([cls], [sep]) == own), None)
+    return next((template for template in templates if template.parts([cls], [sep]) == wanted), None)
 
 
 def _part(ids: Mapping[str, list[int]], part: Mapping[str, Any]) -> tuple[Any, int]:
@@ -65,7 +65,7 @@ def _part(ids: Mapping[str, list[int]], part: Mapping[str, Any]) -> tuple[Any, i
 
 
 def bert_post_processor(cls: tuple[str, int], sep: tuple[str, int]) -> dict[str, Any]:
-    """Returns the post-processor of BERT's template, given the names and ids of its special tokens."""
+    """Returns the post-processor of BERT's template for special tokens with these names and ids."""
     single, pair = (
         [
             {"Sequence" if part in ("A", "B") else "SpecialToken": {"id": part, "type_id": token_type}}

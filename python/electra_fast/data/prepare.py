@@ -1,4 +1,4 @@
-"""`prepare` and `vocab`: from text to a corpus or a vocabulary. The work is done in Rust (`_data`)."""
+"""`prepare` and `vocab`: from text to a corpus or a vocabulary. Rust (`_data`) does the work."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def prepare(
 
     Args:
         inputs: A path, or a list or tuple of paths: files (`.txt`, `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.arrow`,
-            `.feather`, plain or `.gz`, `.zst`, `.xz`), folders, globs. A `.json` holds objects, one per line, in a list
-            or one after another; in a folder, a `.json` that holds no records with text is passed over. From a folder
-            saved by `datasets`, only the files that it lists are read, and of several splits only `train` (to read
-            another split, give its folder). A list or tuple in which a string has a newline or more than 4,096
-            characters is a list of documents, and so is any other iterable of `str` or of records with the field that
-            `text` names, such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted
-            run over them restarts from the beginning.
+            `.feather`, plain or `.gz`, `.zst`, `.xz`), folders, globs. A `.json` has objects, one per line, in a list
+            or in sequence; in a folder, a `.json` without records that have text is skipped. From a folder
+            saved by `datasets`, only the listed files are read, and of several splits only `train` (to read
+            another split, pass its folder). A list or tuple in which a string has a newline or more than 4,096
+            characters is a list of documents, and so is any other iterable of `str` or of records with the field
+            `text`, such as a `datasets.Dataset`. Documents are consumed in a separate thread, and an interrupted
+            run over documents starts again from the beginning.
         vocab: A `vocab.txt`, `tokenizer.json` or `spm.model`, a folder with one, or an open tokenizer; not in `inputs`.
         out: The output folder, or its URL (`s3://`, `gs://`, `az://`): new, empty, or left by an interruption of the
             same run.
@@ -73,22 +73,22 @@ def prepare(
         documents: Separator of documents in a `.txt`: blank lines, files, or line ends.
         text: Field or column with the text; several, separated by commas, are joined with newlines. A dot leads
             into an object or struct: `review.body`.
-        invalid_utf8: `error` stops and says where; `replace` reads invalid bytes, and halves of surrogate pairs in JSON
-            and in documents from Python, as U+FFFD.
-        format: Format of the files. `auto` goes by file extension and ignores files of other kinds. Any other format
+        invalid_utf8: `error` stops and reports the position; `replace` reads invalid bytes, and unpaired surrogates in
+            JSON and in documents from Python, as U+FFFD.
+        format: Format of the files. `auto` uses the file extension and ignores files of other kinds. Any other format
             applies to every file, whether named, in a folder or matched by a glob, except hidden ones; files ending
             in `.gz`, `.zst` or `.xz` are decompressed first.
         skip_bad_rows: Maximum number of JSON records, over the whole input, to skip because they are
             malformed, lack the text field or have no text in it. They are listed in `out/skipped.jsonl`.
-        holdout: Fraction of documents, at least 0 and below 1, set aside for validation as the corpus `out/holdout`.
-            The choice depends only on their positions; of two or more documents, at least one is chosen.
-        drop_duplicates: Leave out `documents` or `lines` that have occurred before in the corpus, in the order of its
-            inputs, and documents that this leaves without lines. Whitespace at the end of lines and blank lines do not
-            count; blank lines are kept. Dropping comes before `holdout`, so no duplicate is in both parts. The text is
-            read twice, so it must be in files. With `partition`, each part is run twice: the first run hashes its text,
-            and the second, after all first ones, builds.
-        partition: `"I/N"`, counted from 1: process only every N-th input group. When the files of all N parts are
-            in one folder, a run without `partition` completes it; parts that write to the same folder or URL complete
+        holdout: Fraction of documents, at least 0 and below 1, for the validation set, the corpus `out/holdout`.
+            The choice depends only on the documents' positions; of two or more documents, at least one is chosen.
+        drop_duplicates: Drop `documents` or `lines` that have occurred before in the corpus, in the order of its
+            inputs, and documents that this leaves without lines. Trailing whitespace and blank lines do not
+            count; blank lines are kept. Dropping comes before `holdout`, so no duplicate is in both sets. The text is
+            read twice, so it must be in files. With `partition`, run each one twice: the first run hashes its text,
+            and the second, after all first runs, builds the corpus.
+        partition: `"I/N"`, counted from 1: process only every Nth input group. When the files of all N partitions are
+            in one folder, a run without `partition` completes it; partitions that share a folder or URL complete
             it themselves.
         verify_inputs: Hash every input in full to detect changes since work in `out` was finished. By default, inputs
             are compared by size, modification time and a hash of their beginning, middle and end, and hashed in full
@@ -98,18 +98,18 @@ def prepare(
         executor: Build the input groups in tasks of this executor, on other cores or machines: `ProcessPoolExecutor`,
             Dask's `Client.get_executor()`, mpi4py's `MPIPoolExecutor`. Its workers must see `inputs` and `out`
             under the same paths or URLs. Does not affect the result. Not for documents, and not with `partition`.
-        kind: `files` or `documents`, where the rule above would misread `inputs`, such as a list of short documents.
+        kind: `files` or `documents`, if the rule above would misread `inputs`, for example a list of short documents.
         progress: Show a progress bar with ETA on standard error, or a line every ten seconds if it is not a
-            terminal; warn if the vocabulary does not cover a sample of the text; count what each packing keeps.
+            terminal; warn if the vocabulary does not cover a sample of the text; count the tokens in each packing.
 
     Returns:
-        What was prepared. Its `print` is a summary.
+        A report, whose `print` is a summary.
 
     Raises:
         FileNotFoundError: An input or the vocabulary does not exist.
         TypeError: `inputs` is a dictionary of splits or a data frame, or an entry is not text (the message names it).
         ValueError: Text, vocabulary, options or the output folder cannot be used, or an input has changed since the
-            corpus in it was finished; the message says which, where (file, line or byte) and what to do.
+            corpus in it was finished; the message has the cause, the position (file, line or byte) and the remedy.
         OSError: Reading or writing failed, for example on a full disk; completed work is kept.
         ExecutorFailed: The executor lost its workers, or they cannot run this package; completed work is kept.
     """
@@ -117,21 +117,21 @@ def prepare(
     tokenizer = _open_tokenizer(vocab, cased, strip_accents)
     inner = tokenizer._inner
     reading = reading_options(documents, text, invalid_utf8, format, skip_bad_rows)
-    found_text = source(inputs, kind, reading["text_fields"], invalid_utf8)
+    text_source = source(inputs, kind, reading["text_fields"], invalid_utf8)
     with ReadingProgress("prepare", shown=progress) as bar:
         if progress and tokenizer.casing_inferred:
             bar.say(guess(tokenizer))
         if progress and tokenizer.fallback_reason:
             reason = tokenizer.fallback_reason
-            bar.say(f"text is tokenized by the tokenizers crate, which is many times slower, because {reason}")
+            bar.say(f"the tokenizers crate tokenizes the text, which is many times slower, because {reason}")
         beginning: list[str] = []
         sample = None
         if progress and not _is_complete(out):
-            beginning = sample_texts(found_text, (inner, os.fspath(out)), **reading)
+            beginning = sample_texts(text_source, (inner, os.fspath(out)), **reading)
             sample = Coverage(*_data.text_coverage(inner, beginning))
             bar.warn(unknown_warning(sample, beginning, inner), *sample_warnings(beginning, inner))
         arguments = {
-            **found_text,
+            **text_source,
             **reading,
             "holdout": holdout,
             "drop_duplicates": drop_duplicates,
@@ -140,11 +140,11 @@ def prepare(
             "threads": not_negative("threads", threads) or None,
         }
         if executor is None:
-            found = _data.prepare(inner, os.fspath(out), **arguments, progress=bar.update)
+            counts = _data.prepare(inner, os.fspath(out), **arguments, progress=bar.update)
         else:
-            found = prepare_on(executor, inner, os.fspath(out), bar, **arguments)
-        bar.warn(passed_over_warning(found))
-        report = PrepareReport.of(os.fspath(out), found)
+            counts = prepare_on(executor, inner, os.fspath(out), bar, **arguments)
+        bar.warn(passed_over_warning(counts))
+        report = PrepareReport.of(os.fspath(out), counts)
         if report.complete:
             coverage = Corpus(out).coverage()
             report = replace(report, unknown_share=coverage.unknown_share, tokens_per_word=coverage.tokens_per_word)
@@ -154,7 +154,7 @@ def prepare(
         if report.rebuilt_input_groups:
             bar.warn(
                 f"warning: {report.rebuilt_input_groups:,} finished input groups were prepared again, because their "
-                f"input has changed; {report.changed_input} is one of these files"
+                f"files changed (for example {report.changed_input})"
             )
         if report.skipped_rows:
             listed = os.path.join(out, "skipped.jsonl") if report.complete else None
@@ -188,7 +188,7 @@ def vocab(
     kind: Kind = "auto",
     progress: bool = True,
 ) -> Vocabulary:
-    """Trains a WordPiece vocabulary, or trims that of a model; deterministic for the same text.
+    """Trains a WordPiece vocabulary, or trims a model's vocabulary; deterministic for the same text.
 
     Args:
         inputs: As for `prepare`.
@@ -196,16 +196,16 @@ def vocab(
             the casing; if it ends in `.json`, only a tokenizer.json. Existing files are never overwritten. With `trim`,
             a folder, new or empty.
         trim: A model (run, export, folder of `transformers`) or a tokenizer's file. Its tokenizer, WordPiece, BPE or
-            Unigram, keeps the entries that the text uses, what they are merged from, their characters and those of
-            ASCII, bytes, special and added tokens. Text that needs no other entry is tokenized as before. All of the
-            text counts; options for training are refused. `import_` then has a `vocab` for the model.
+            Unigram, keeps the entries that the text uses, the entries that they are merged from, their characters and
+            all of ASCII, bytes, special and added tokens. Text that needs no other entry is tokenized as before. All
+            text counts; options for training are refused. Pass the result to `import_` as `vocab`.
         size: Number of entries, including [PAD] [UNK] [CLS] [SEP] [MASK], which come first; 30,522 by default. With
-            `trim`, the most entries to keep, the most frequent ones; by default all that the text uses.
-        cased: Keep the case of the text, not lowercase it.
-        strip_accents: Drop accents and other combining marks, as BERT's uncased vocabularies do.
-        character_coverage: The most frequent characters become entries, enough for this fraction of the text, and
-            those of ASCII. A word with any other character is [UNK].
-        min_frequency: Minimum number of occurrences of a pair of pieces that is merged.
+            `trim`, the number of entries to keep, the most frequent ones; by default all that the text uses.
+        cased: Keep the case of the text instead of lowercasing it.
+        strip_accents: Drop accents and other combining marks, like BERT's uncased vocabularies.
+        character_coverage: The most frequent characters that make up this fraction of the text become entries, as do
+            all ASCII characters of the text. A word with any other character is [UNK].
+        min_frequency: Minimum number of occurrences of a pair of pieces to be merged.
         documents: As for `prepare`.
         text: As for `prepare`.
         invalid_utf8: As for `prepare`.
@@ -219,7 +219,7 @@ def vocab(
         progress: As for `prepare`.
 
     Returns:
-        The file or folder and its number of entries: `size`, or fewer if the text does not yield that many.
+        The file or folder and its number of entries: `size`, or fewer if the text does not yield as many.
 
     Raises:
         FileNotFoundError: An input does not exist.
@@ -228,25 +228,25 @@ def vocab(
         OSError: Reading or writing failed.
     """
     reading = reading_options(documents, text, invalid_utf8, format, skip_bad_rows)
-    found_text = source(inputs, kind, reading["text_fields"], invalid_utf8)
+    text_source = source(inputs, kind, reading["text_fields"], invalid_utf8)
     if trim is not None:
         training = {"cased": cased, "strip_accents": strip_accents, "character_coverage": character_coverage}
         training |= {"min_frequency": min_frequency, "sample": sample, "seed": seed}
         for name, value in training.items():
             if value != inspect.signature(vocab).parameters[name].default:
-                raise InputError(f"{name} = {value} is for training a vocabulary; with trim, the model's rules stay")
+                raise InputError(f"{name} = {value}: applies to training a vocabulary only; remove {name} or trim")
         threads = not_negative("threads", threads)
-        return trim_tokenizer(trim, out, size, found_text, reading, threads=threads, progress=progress)
+        return trim_tokenizer(trim, out, size, text_source, reading, threads=threads, progress=progress)
     with ReadingProgress("vocab", shown=progress) as bar:
 
         def counted(*counts: Any) -> None:
             for line in words_counted(seed, *counts):
                 bar.say(line)
 
-        beginning = sample_texts(found_text, None, **reading) if progress else []
+        beginning = sample_texts(text_source, None, **reading) if progress else []
         report = _data.train_vocab(
             os.fspath(out),
-            **found_text,
+            **text_source,
             **reading,
             size=30_522 if size is None else size,
             lowercase=not cased,
@@ -270,17 +270,17 @@ def _open_tokenizer(vocab: StrPath | Tokenizer, cased: bool | None, strip_accent
     if not isinstance(vocab, Tokenizer):
         return Tokenizer(vocab, cased=cased, strip_accents=strip_accents)
     if cased is not None or strip_accents is not None:
-        raise InputError("cased and strip_accents were settled when the tokenizer was opened: leave them out")
+        raise InputError("cased and strip_accents: not allowed for an open Tokenizer; pass its path, or remove them")
     return vocab
 
 
 def _is_complete(out: StrPath) -> bool:
-    if isinstance(found := location(out), Path):
-        return (found / "manifest.json").exists()
-    if found.startswith("http"):  # no request, since it cannot be written anyway
+    if isinstance(place := location(out), Path):
+        return (place / "manifest.json").exists()
+    if place.startswith("http"):  # no request, since web servers are read-only
         return False
     try:
-        Corpus(found)
+        Corpus(place)
     except FileNotFoundError:
         return False
     return True
@@ -291,5 +291,5 @@ def _parse_partition(partition: str | None) -> tuple[int, int] | None:
         return None
     index, _, count = partition.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise InputError(f"partition is {partition!r}; write I/N with I from 1 to N, such as 1/4")
+        raise InputError(f"partition = {partition!r}: must be I/N with I from 1 to N, such as 1/4")
     return int(index), int(count)

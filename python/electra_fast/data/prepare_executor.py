@@ -1,8 +1,8 @@
-"""`prepare` on an executor: the parent divides the work into tasks, each of which builds input groups of the corpus.
+"""`prepare` on an executor: the parent divides the work into tasks, and each task builds input groups of the corpus.
 
 Works with any `concurrent.futures.Executor` whose workers see inputs and output under the same paths or URLs;
-`dask_executor` gives that of a Dask scheduler. A task that runs twice, even concurrently, writes the same files, so an
-executor may repeat tasks.
+`dask_executor` returns the executor of a Dask scheduler. A task that runs twice, even concurrently, writes the same
+files, so an executor may repeat tasks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from electra_fast import _data
 from electra_fast.errors import ElectraFastError, ExecutorFailed, InputError
 from electra_fast.progress import ReadingProgress
 
-# Small input groups share a task of up to this many bytes, which is some seconds of work for a core.
+# Bytes up to which small input groups share a task: some seconds of work for a core.
 TASK_BYTES = 64 << 20
-# Tasks submitted at a time; each holds the names of its files.
+# Maximum number of submitted tasks; each holds the names of its files.
 MAX_SUBMITTED = 10_000
 # Timeout for reaching a Dask scheduler.
 CONNECT_SECONDS = 5
-# Processes that are not forks run the caller's script first (the default on macOS, and on Linux from Python 3.14 on).
+# Processes that are not forks run the caller's script first (the default on macOS, and on Linux since Python 3.14).
 _UNGUARDED = 'a script must call this under `if __name__ == "__main__":`, because its worker processes run it too'
 
 # Documents, tokens and bytes of input.
@@ -37,12 +37,12 @@ Done = tuple[int, int, int]
 def prepare_on(
     executor: Executor, tokenizer: _data.Tokenizer, out: str, bar: ReadingProgress, **arguments: Any
 ) -> dict[str, Any]:
-    """The report of `_data.prepare`, whose keyword arguments it takes; `threads` are per task, 1 by default."""
+    """Returns the report of `_data.prepare`; takes the same keyword arguments. `threads` are per task, 1 by default."""
     if arguments.pop("texts", None) is not None:
-        raise InputError("executor needs files as inputs: a stream of documents is read by one process")
+        raise InputError("executor: needs files as inputs; write the documents to .jsonl first, or remove executor")
     if arguments.pop("partition") is not None:
-        raise InputError("give executor or partition, not both: the tasks of an executor make the whole corpus")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+        raise InputError("executor: excludes partition; remove one of them")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the check of multiprocessing itself
         raise InputError(_UNGUARDED)
     threads = arguments.pop("threads") or 1
     job = _data.PrepareJob(tokenizer, out, **arguments, progress=bar.update)
@@ -59,7 +59,7 @@ def prepare_on(
 def _run_tasks(
     executor: Executor, job: _data.PrepareJob, groups: list[tuple[int, int]], threads: int, bar: ReadingProgress
 ) -> None:
-    """Runs all tasks. An error cancels those that have not started and waits for the others, whose work is kept.
+    """Runs all tasks. An error cancels tasks that have not started and waits for the others, whose work is kept.
 
     Ctrl-C and a failure of the executor end it immediately.
     """
@@ -90,7 +90,7 @@ def _run_tasks(
         running = [future for future in submitted if not future.cancel()]
         if _is_of_executor(error):
             reason = " ".join(f"{type(error).__name__} {error}".split())
-            is_dead = isinstance(error, BrokenExecutor | ConnectionError | EOFError)  # the pool, or what forks for it
+            is_dead = isinstance(error, BrokenExecutor | ConnectionError | EOFError)  # the pool, or its fork server
             advice = f"; {_UNGUARDED}" if is_dead and not size else ""
             raise ExecutorFailed(f"the executor failed ({reason}); run again: finished work is kept{advice}") from error
         if isinstance(error, Exception):
@@ -113,7 +113,7 @@ def _tasks(groups: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def _prepare_groups(settings: str, groups: list[str], threads: int) -> Done:
-    """A task, in any process: builds the unfinished ones of its input groups and counts what they hold."""
+    """A task, in any process: builds the unfinished groups among its input groups and returns their counts."""
     return _data.prepare_input_groups(settings, groups, _tokenizer_of(settings), threads)
 
 
@@ -134,13 +134,13 @@ def dask_executor(address: str) -> Iterator[Executor]:
     """An executor of the Dask scheduler at `address` (`tcp://host:8786`), which repeats the tasks of dead workers.
 
     Raises:
-        InputError: `distributed` is not installed, or no scheduler answers, or it has no workers.
+        InputError: `distributed` is not installed, or no scheduler responds, or it has no workers.
     """
     try:
         from distributed import Client
         from distributed.comm import get_address_host_port
     except ImportError as error:
-        raise InputError("--scheduler needs Dask: pip install distributed") from error
+        raise InputError("--scheduler: needs Dask; pip install distributed") from error
     for name in ("distributed", "distributed.client"):  # its tracebacks would hide the error message
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -150,8 +150,8 @@ def dask_executor(address: str) -> Iterator[Executor]:
         client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"--scheduler {address}: no Dask scheduler answers there ({reason}); check it") from error
+        raise InputError(f"--scheduler {address}: no Dask scheduler responds ({reason}); check the address") from error
     with client:
         if not client.scheduler_info()["workers"]:
-            raise InputError(f"--scheduler {address}: it has no workers; start some with `dask worker {address}`")
+            raise InputError(f"--scheduler {address}: no workers; start some with `dask worker {address}`")
         yield client.get_executor()

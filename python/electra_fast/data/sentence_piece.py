@@ -1,9 +1,9 @@
-"""The rules of a `tokenizer.json` from an `spm.model`, the protobuf file of SentencePiece that DeBERTa V2 and V3 have.
+"""Converts an `spm.model`, SentencePiece's protobuf file of DeBERTa V2 and V3, to the rules of a `tokenizer.json`.
 
-Only Unigram models. They normalize text by a table in the file, keep single spaces within it, and mark words by "▁".
-Ids are those of SentencePiece, with two exceptions of the `tokenizers` crate, as in `transformers`: it does not compose
-a letter from parts of six bytes or more (decomposed Korean, half-width "ｶﾞ") or with two accents, and it finds the name
-of a byte such as <0x41> in text.
+Only Unigram models. They normalize text with a table in the file, keep single spaces in it, and mark words with "▁".
+Ids equal SentencePiece's, with two exceptions of the `tokenizers` crate, as in `transformers`: it does not compose
+a letter from parts of six bytes or more (decomposed Korean, half-width "ｶﾞ") or with two accents, and it matches the
+name of a byte such as <0x41> in text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NORMALIZER = 3
 PIECE = 1
 SCORE = 2
 TYPE = 3
-# ... the trainer and the normalizer. The settings have one supported value, which is the default.
+# ... the trainer and the normalizer. Each setting has one supported value, the default.
 BYTE_FALLBACK = 35
 CHARACTER_MAP = 2
 SETTINGS = {
@@ -38,19 +38,17 @@ UNUSED = 5
 
 
 def sentence_piece_rules(path: str, lowercase: bool) -> dict[str, Any]:
-    """Returns a parsed tokenizer.json with the ids of SentencePiece, without a post-processor.
+    """Returns a parsed tokenizer.json with SentencePiece's ids, without a post-processor.
 
-    Control and user-defined pieces are added tokens, as in `transformers`. An unknown character becomes its bytes if
-    the model was trained so; classes of `transformers` make it unknown.
-
-    Raises InputError naming what is not supported.
+    Control and user-defined pieces are added tokens, as in `transformers`. If the model was trained with byte fallback,
+    an unknown character becomes its bytes; in `transformers`, it is unknown. Raises InputError for other settings.
     """
     try:
         return _rules(path, Path(path).read_bytes(), lowercase)
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path}: not a whole SentencePiece model; copy it again from its source") from None
+        raise InputError(f"{path}: not a complete SentencePiece model; download the file again") from None
 
 
 def _rules(path: str, content: bytes, lowercase: bool) -> dict[str, Any]:
@@ -97,8 +95,8 @@ def _refuse_settings(path: str, settings: dict[int, dict[int, Any]]) -> None:
             if (value := settings[part].get(number, supported)) != supported:
                 shown = MODEL_TYPES.get(value, value) if name == "model_type" else bool(value)
                 raise InputError(
-                    f"{path}: {name} of this SentencePiece model is {shown}, which is not supported; use a "
-                    "tokenizer.json that has its rules"
+                    f"{path}: {name} = {shown} of this SentencePiece model is not supported; use a "
+                    "tokenizer.json with its rules"
                 )
 
 
@@ -107,7 +105,7 @@ def _normalizers(character_map: bytes | None, lowercase: bool) -> Iterator[dict[
         yield {"type": "Lowercase"}
     if character_map:
         yield {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(character_map).decode()}
-    # The map also makes spaces of other characters. So these go after it; `transformers` 4 strips the ends before it.
+    # The map also turns other characters into spaces, so spaces are removed after it (`transformers` 4: before it).
     yield {"type": "Replace", "pattern": {"Regex": r"\A +| +(?= |\z)"}, "content": ""}
 
 
@@ -132,7 +130,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Returns an integer of seven bits per byte, and where it ends."""
+    """Returns an integer of seven bits per byte, and its end."""
     value = message[at] & 0x7F
     shift = 7
     while message[at] & 0x80:

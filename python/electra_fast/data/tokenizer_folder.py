@@ -25,16 +25,16 @@ def _classes(names: str) -> set[str]:
     return {f"{name}Tokenizer" for name in names.split()}
 
 
-# Classes without the ending `Fast`: with BERT's rules, and the kinds of models that have them if no class is named; ...
+# Classes without the suffix `Fast`: with BERT's rules, and the model types with these rules if no class is set; ...
 BERT = _classes("Bert Electra DistilBert ConvBert MobileBert SqueezeBert LayoutLM Lxmert Realm RetriBert")
 BERT_MODELS = ("bert", "electra", "distilbert", "convbert", "mobilebert", "squeezebert", "megatron-bert", "ernie")
 # ... with byte-level rules; `transformers` 5 ignores any other rules in their files; ...
 BYTE_LEVEL = _classes("Roberta GPT2 Longformer Bart LED")
 # ... with SentencePiece's; `transformers` 5 keeps only the character normalization of their files; ...
 SENTENCE_PIECE = _classes("XLMRoberta Camembert")
-# ... and of DeBERTa V2 and V3, where 4 follows the file, as we do, and 5 has NFC for the character normalization; ...
+# ... and of DeBERTa V2 and V3, where 4 follows the file, as we do, and 5 uses NFC as character normalization; ...
 DEBERTA = "DebertaV2Tokenizer"
-# ... and those written in Python, which `transformers` uses even beside a `tokenizer.json`.
+# ... and classes written in Python, which `transformers` uses even if there is a `tokenizer.json`.
 IN_PYTHON = _classes(
     "Bartpho BertGeneration BertJapanese Bertweet BioGpt ByT5 Canine CpmAnt CTRL Esm Flaubert GPTNeoXJapanese GPTSw3 "
     "MLuke MyT5 Phobert ProphetNet RoCBert Tapas XLM"
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 def open_tokenizer(
     path: str, lowercase: bool | None = None, strip_accents: bool | None = None
 ) -> tuple[_data.Tokenizer, bool]:
-    """Opens a file or the one in a folder, as `data.corpus.Tokenizer` says; also whether its case was inferred."""
+    """Opens a file or a folder as `data.corpus.Tokenizer` documents; also returns whether its case was inferred."""
     _data.url_of(path)  # the error for a missing file must not show a secret in it
     path = _locate(path)
     if (known := _data.Tokenizer.beside_manifest(path, lowercase, strip_accents)) is not None:
@@ -78,7 +78,7 @@ def open_tokenizer(
 
 
 def _locate(path: str) -> str:
-    """The tokenizer's file: the path itself, or the one in a folder (in a run or an export, one level down)."""
+    """The tokenizer's file: the path itself, or the file in a folder (in a run or an export, one level down)."""
     if not os.path.isdir(path):
         return path
     for folder in ("", "tokenizer", "discriminator", "generator"):
@@ -87,12 +87,12 @@ def _locate(path: str) -> str:
                 return file
     raise FileNotFoundError(
         f"{os.path.join(path, 'tokenizer.json')}: not found, nor vocab.txt or spm.model, nor any of them in "
-        "tokenizer/, discriminator/ or generator/ there; name a tokenizer's file or its folder"
+        "tokenizer/, discriminator/ or generator/ in that folder; pass a tokenizer's file or its folder"
     )
 
 
 class Configured:
-    """A `tokenizer.json` under the settings of its folder."""
+    """A `tokenizer.json` with the settings of its folder."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -117,11 +117,11 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
     guess = Case(bool(plain.settings[0]), bool(plain.settings[1]))
     other = _json_beside(path)
     stored = folder.stored_case() if other is None else other.case or other.rules.bert_case()
-    given = None
+    requested = None
     if lowercase is not None:
         alike = [case.strip_accents for case in (stored, guess) if case and case.lowercase == lowercase]
-        given = (lowercase, [*alike, lowercase][0] if strip_accents is None else strip_accents)
-    case = folder.case(guess, given) if other is None else _case_beside(path, other.path, stored, given)
+        requested = (lowercase, [*alike, lowercase][0] if strip_accents is None else strip_accents)
+    case = folder.case(guess, requested) if other is None else _case_beside(path, other.path, stored, requested)
     inferred = case is None
     case = case or guess
     if strip_accents is not None:
@@ -136,11 +136,11 @@ def _open_vocab(path: str, lowercase: bool | None, strip_accents: bool | None) -
 
 def _open_sentence_piece(path: str, is_case_given: bool) -> _data.Tokenizer:
     if is_case_given:
-        raise InputError(f"{path}: cased and strip_accents belong to vocab.txt; an spm.model has its own")
+        raise InputError(f"{path}: cased and strip_accents apply to a vocab.txt only; an spm.model has its own")
     folder = Folder(path)
     if folder.class_name != DEBERTA:
         raise InputError(
-            f"{path}: {folder.class_said}, whose rules an spm.model does not have; name {DEBERTA} if they are its, or "
+            f"{path}: {folder.class_said}, but an spm.model does not have its rules; set {DEBERTA} if they fit, or "
             "save that tokenizer as a tokenizer.json"
         )
     rules = sentence_piece_rules(path, folder.config.get("do_lower_case") is True)
@@ -164,30 +164,30 @@ def _json_beside(vocab: str) -> Configured | None:
     path = _beside(vocab, "tokenizer.json")
     if not os.path.exists(path):
         return None
-    # A vocabulary by another name may have nothing to do with it.
+    # A vocabulary with another name may be unrelated.
     if os.path.basename(vocab) != "vocab.txt" and _data.Tokenizer.disagreement(vocab, path):
         return None
     return Configured(path)
 
 
-def _case_beside(path: str, beside: str, stored: Case | None, given: tuple[bool, bool] | None) -> Case:
-    if given is not None:
-        return Case(*given, stored is None or stored.chinese)
+def _case_beside(path: str, other: str, stored: Case | None, requested: tuple[bool, bool] | None) -> Case:
+    if requested is not None:
+        return Case(*requested, stored is None or stored.chinese)
     if stored is None:
         raise InputError(
-            f"{beside}: has the entries of {path} but rules that a vocab.txt cannot have; open {beside} itself, or say "
-            f"whether {path} is cased (--cased or --uncased)"
+            f"{other}: has the entries of {path} but rules that a vocab.txt cannot have; open {other}, or pass "
+            f"--cased or --uncased for {path}"
         )
     return stored
 
 
 def _has_usual_names(tokenizer: _data.Tokenizer) -> bool:
     ids = ([tokenizer.token_to_id(name) for name in names.split()] for names in USUAL_NAMES)
-    return [next((i for i in each if i is not None), None) for each in ids] == list(tokenizer.special_tokens)
+    return [next((i for i in role if i is not None), None) for role in ids] == list(tokenizer.special_tokens)
 
 
 def _rewritten(path: str, opened: _data.Tokenizer, case: Case | None, added: list[Object]) -> _data.Tokenizer:
-    """The tokenizer of a complete `tokenizer.json` with this case and these added tokens, which need not have ids."""
+    """The tokenizer of a complete `tokenizer.json` with this case and these added tokens, with or without ids."""
     rules = json.loads(opened.to_json())
     if case is not None:
         rules["normalizer"] |= {
@@ -203,7 +203,7 @@ def _rewritten(path: str, opened: _data.Tokenizer, case: Case | None, added: lis
 
 
 class Rules:
-    """What a tokenizer does besides its entries."""
+    """Everything about a tokenizer except its entries."""
 
     def __init__(self, tokenizer: _data.Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -225,9 +225,9 @@ class Rules:
         return self.tokenizer.token_to_id(name) if added is None else added
 
     def add(self, token: Object) -> int:
-        """Adds a token as the `tokenizers` crate does: under the id of its entry or the next free one."""
+        """Adds a token like the `tokenizers` crate: with the id of its entry or the next free id."""
         number = self.id_of(token["content"])
-        number = max([self.num_entries, *(each + 1 for each in self.added)]) if number is None else number
+        number = max([self.num_entries, *(known + 1 for known in self.added)]) if number is None else number
         self.added[number] = token
         return number
 
@@ -240,12 +240,12 @@ class Rules:
         return Case(lowercase, lowercase if strip is None else strip, self.normalizer["handle_chinese_chars"])
 
     def is_byte_level(self) -> bool:
-        """Whether `transformers` would make the same of a byte-level class."""
+        """Returns whether a byte-level class of `transformers` would have the same rules."""
         splits = self.splitter.get("type") == "ByteLevel" and self.splitter["use_regex"]
         return self.model == "BPE" and not self.normalizer and splits
 
     def is_sentence_piece(self) -> bool:
-        """Whether `transformers` would make the same of a class of SentencePiece's."""
+        """Returns whether a SentencePiece class of `transformers` would have the same rules."""
         text = json.dumps([self.normalizer, self.splitter])
         if self.model != "Unigram" or 'Metaspace"' not in text or '"always"' not in text:
             return False
@@ -253,7 +253,7 @@ class Rules:
 
 
 class Folder:
-    """The settings beside a tokenizer's file. Rejects those that no tokenizer here can have."""
+    """The settings in the folder of a tokenizer's file. Rejects settings that are not supported here."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -265,10 +265,10 @@ class Folder:
         self.added = _object(_beside(file, "added_tokens.json")) if legacy else {}
         self.class_name, self.class_said = self._class()
         self.is_bert = self.class_name in BERT
-        if self.class_name == DEBERTA:  # has these names unless the files say others
-            given = {key: self._setting(key) for key in DEBERTA_NAMES if _content(self._setting(key))}
+        if self.class_name == DEBERTA:  # has these names unless the files set others
+            names_set = {key: self._setting(key) for key in DEBERTA_NAMES if _content(self._setting(key))}
             self.special = {key: value for key, value in self.special.items() if key not in DEBERTA_NAMES}
-            self.config |= DEBERTA_NAMES | given
+            self.config |= DEBERTA_NAMES | names_set
         self._refuse_python()
 
     def _class(self) -> tuple[str, str]:
@@ -277,9 +277,10 @@ class Folder:
         except (OSError, InputError):
             model = {}
         for table, name in ((self.config, "tokenizer_config.json"), (model, "config.json")):
-            if isinstance(found := table.get("tokenizer_class"), str):
-                stem = found if found == "PreTrainedTokenizerFast" else found.removesuffix("Fast")
-                return stem, f"tokenizer_class is {_shown(found)} in {_beside(self.file, name)}"
+            if isinstance(name_of_class := table.get("tokenizer_class"), str):
+                is_plain = name_of_class == "PreTrainedTokenizerFast"
+                stem = name_of_class if is_plain else name_of_class.removesuffix("Fast")
+                return stem, f"tokenizer_class is {_shown(name_of_class)} in {_beside(self.file, name)}"
         kind = model.get("model_type")
         said = f"model_type is {_shown(kind)} in {_beside(self.file, 'config.json')}"
         if kind in BERT_MODELS:
@@ -296,7 +297,7 @@ class Folder:
             if not has_json or (isinstance(auto, list) and len(auto) > 1 and auto[1] is None):
                 self._refuse(
                     f"auto_map names a tokenizer in Python ({_shown(auto)}), whose rules electra-fast does not have; "
-                    "save a tokenizer.json that has them and remove auto_map"
+                    "save a tokenizer.json with these rules and remove auto_map"
                 )
         if self.class_name in IN_PYTHON:
             raise InputError(
@@ -307,12 +308,12 @@ class Folder:
             value = self.config.get(key)
             if not (value is None or value is True or value == [] or has_json):
                 self._refuse(
-                    f"{key} is {_shown(value)}, which tokenizers in Python alone follow; remove it, or save a "
-                    "tokenizer.json that has these rules"
+                    f"{key} = {_shown(value)}: has an effect on tokenizers in Python only; remove it, or save a "
+                    "tokenizer.json with these rules"
                 )
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise InputError(f"{self.place}: {what}")
+    def _refuse(self, reason: str) -> NoReturn:
+        raise InputError(f"{self.place}: {reason}")
 
     def _setting(self, key: str) -> Any:
         return self.special[key] if key in self.special else self.config.get(key)
@@ -329,38 +330,36 @@ class Folder:
         strip = self._flag("strip_accents")
         return None if lowercase is None else Case(lowercase, lowercase if strip is None else strip)
 
-    def case(self, guess: Case, given: tuple[bool, bool] | None) -> Case | None:
-        """The given case of a `vocab.txt`, or else the one that the folder stores, if it does."""
+    def case(self, guess: Case, requested: tuple[bool, bool] | None) -> Case | None:
+        """The requested case of a `vocab.txt`, or else the case stored in the folder, if any."""
         if self.class_name and not self.is_bert:
             raise InputError(
-                f"{self.file}: {self.class_said}, whose rules a vocab.txt does not have; save that tokenizer as a "
-                "tokenizer.json, or name BertTokenizer if the rules are BERT's"
+                f"{self.file}: {self.class_said}, but a vocab.txt does not have its rules; save that tokenizer as a "
+                "tokenizer.json, or set BertTokenizer if the rules are BERT's"
             )
         stored = self._flag("do_lower_case")
         chinese = self._flag("tokenize_chinese_chars")
-        if given is None and stored is None and self.is_bert and not guess.strip_accents:
+        if requested is None and stored is None and self.is_bert and not guess.strip_accents:
             self._refuse(
                 f"no do_lower_case, so transformers lowercases and strips accents, but {self.file} has entries with "
-                'capitals or accents; add "do_lower_case": false, or say which is right (--cased or --uncased)'
+                'capitals or accents; add "do_lower_case": false, or pass --cased or --uncased'
             )
         is_stored = stored is not None or self.is_bert
-        if given is None and not is_stored and chinese is None:
+        if requested is None and not is_stored and chinese is None:
             return None
-        if given is None:
+        if requested is None:
             lowercase = guess.lowercase if stored is None else stored
             strip = self._flag("strip_accents")
-            given = lowercase, (lowercase if is_stored else guess.strip_accents) if strip is None else strip
-        return Case(*given, chinese is not False)
+            requested = lowercase, (lowercase if is_stored else guess.strip_accents) if strip is None else strip
+        return Case(*requested, chinese is not False)
 
     def checked_case(self, rules: Rules) -> Case | None:
-        """The case of a `tokenizer.json`, as its class in `transformers` has it; None without BERT's rules."""
+        """The case of a `tokenizer.json` under its class in `transformers`; None without BERT's rules."""
         name = self.class_name
         unknown = rules.five[1]
         if rules.unknown is not None and rules.unknown != unknown:
             ours, other = (_shown(rules.tokenizer.id_to_token(number)) for number in (unknown, rules.unknown))
-            self._refuse(
-                f"unk_token is {ours}, but the model in {self.file} makes {other} of unknown text; say the same in both"
-            )
+            self._refuse(f"unk_token is {ours}, but {other} in the model of {self.file}; use the same in both")
         if name in BYTE_LEVEL and not rules.is_byte_level():
             self._refuse_rules("byte-level BPE")
         if name in SENTENCE_PIECE and not rules.is_sentence_piece():
@@ -386,13 +385,13 @@ class Folder:
             if (default if value is None else value) != (mark in text):
                 said = "not set" if value is None else _shown(value)
                 self._refuse(
-                    f"{key} is {said}, but {self.file} has other rules; releases of transformers differ in which they "
-                    "follow: say the same in both"
+                    f"{key} is {said}, but {self.file} has other rules, and releases of transformers differ in which "
+                    "they follow; use the same in both"
                 )
 
     def _refuse_rules(self, than: str) -> NoReturn:
         raise InputError(
-            f"{self.file}: has other rules than {than}, but {self.class_said}: releases of transformers differ in "
+            f"{self.file}: has other rules than {than}, but {self.class_said}, and releases of transformers differ in "
             'which they follow; set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json if these '
             "rules are right"
         )
@@ -411,25 +410,25 @@ class Folder:
         wanted = Case(wanted_lowercase, strip, default.chinese if chinese is None else chinese)
         silent = (lowercase is None, "strip_accents" not in self.config and not follows, chinese is None)
         keys = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
-        for key, is_silent, ours, theirs in zip(keys, silent, has, wanted, strict=True):
-            if is_silent and ours != theirs:
+        for key, is_silent, current, default_value in zip(keys, silent, has, wanted, strict=True):
+            if is_silent and current != default_value:
                 self._refuse(
-                    f"no {key}, which {self.file} has as {_shown(ours)} and transformers takes as {_shown(theirs)}; "
-                    f'add "{key}": {_shown(ours)}, or what the model was trained with'
+                    f"no {key}: {_shown(current)} in {self.file}, but {_shown(default_value)} in transformers; "
+                    f'add "{key}": {_shown(current)}, or the value that the model was trained with'
                 )
         return wanted
 
     def _check_prefix_space(self, rules: Rules, is_set: bool) -> None:
-        """`transformers` 4 sets `add_prefix_space` of byte-level rules, by default to false; 5 leaves some as is."""
+        """Checks `add_prefix_space`: `transformers` 4 sets it for byte-level rules, by default false; 5 not always."""
         if rules.splitter.get("type") != "ByteLevel":
             return
-        given = self._flag("add_prefix_space")
+        flag = self._flag("add_prefix_space")
         has = rules.splitter["add_prefix_space"]
-        if ((has and not is_set) if given is None else given) != has:
-            said = "not set" if given is None else _shown(given)
+        if ((has and not is_set) if flag is None else flag) != has:
+            said = "not set" if flag is None else _shown(flag)
             self._refuse(
-                f"add_prefix_space is {said}, but {_shown(has)} in {self.file}; releases of transformers differ in "
-                "which they follow: say the same in both"
+                f"add_prefix_space is {said}, but {_shown(has)} in {self.file}, and releases of transformers differ in "
+                "which they follow; use the same in both"
             )
 
     def add_tokens(self, rules: Rules) -> list[Object]:
@@ -445,25 +444,25 @@ class Folder:
                 continue
             if known in rules.added:
                 if decoder and number is not None and rules.added[known] | {"special": 0} != token | {"special": 0}:
-                    self._refuse(f"the added token {shown} has other flags than in {self.file}; say the same in both")
-                found = known
+                    self._refuse(f"the added token {shown} has other flags than in {self.file}; use the same in both")
+                actual = known
             else:
-                found = rules.add(token)
+                actual = rules.add(token)
                 new.append(token)
-            if number not in (None, found):
-                place = f"{found} is its place in {self.file}"
-                self._refuse(f"the added token {shown} has the id {number}, but {place}; correct the id")
+            if number not in (None, actual):
+                place = f"{actual} in {self.file}"
+                self._refuse(f"the added token {shown} has id {number}, but {place}; correct the id")
         return new
 
     def _check_tokens_kept(self, rules: Rules, wanted: list[Object], drops: bool) -> None:
-        """`transformers` 5 drops added tokens of BERT's class that `added_tokens_decoder` lacks."""
+        """Checks that no release drops tokens: `transformers` 5 drops BERT's that `added_tokens_decoder` lacks."""
         has = rules.own_tokens()
         names = {token["content"] for token in wanted}
         for token in has:
             if drops and token["content"] not in names:
                 self._refuse(
                     f"added_tokens_decoder lacks the added token {_shown(token['content'])} of {self.file}; releases "
-                    "of transformers differ in whether they keep it: add it there"
+                    "of transformers differ in whether they keep it, so add it"
                 )
         if self._flag("split_special_tokens"):
             for token in has + [token for token in wanted if rules.id_of(token["content"]) not in rules.five]:
@@ -474,7 +473,7 @@ class Folder:
                     )
 
     def added_tokens(self) -> list[tuple[int | None, Object]]:
-        """The tokens that the files add, with the ids that they give, in the order of `transformers`."""
+        """The tokens that the files add, with their ids in these files, in the order of `transformers`."""
         named = list(self._named_tokens())
         special = {token["content"] for token in named}
         tokens: list[tuple[int, Object]] = []
@@ -482,15 +481,15 @@ class Folder:
         for number, value in decoder.items() if isinstance(decoder, dict) else ():
             token = _added_token(value, False) if isinstance(value, dict) else None
             if token is None or not (number.isascii() and number.isdecimal() and len(number) <= 10):
-                self._refuse("added_tokens_decoder is not a table of ids and tokens")
+                self._refuse("added_tokens_decoder must be a table of ids and tokens")
             tokens.append((int(number), token))
         for name, number in self.added.items():
             if type(number) is not int or not 0 <= number < 1 << 32:
                 place = _beside(self.file, "added_tokens.json")
-                raise InputError(f"{place}: {_shown(name)} has no id; the file is a table of tokens and ids")
+                raise InputError(f"{place}: {_shown(name)} has no id; the file must be a table of tokens and ids")
             if (token := _added_token(name, name in special)) is not None:
                 tokens.append((number, token))
-        tokens.sort(key=lambda each: each[0])
+        tokens.sort(key=lambda pair: pair[0])
         known = {token["content"] for _, token in tokens}
         return [*tokens, *((None, token) for token in named if token["content"] not in known)]
 
@@ -506,12 +505,12 @@ class Folder:
                 yield token
 
     def _check_named(self, rules: Rules) -> None:
-        """`transformers` 5 also adds the tokens of all other keys that end in `_token`; 4 does not."""
+        """Checks other keys that end in `_token`: `transformers` 5 adds their tokens, 4 does not."""
         added = {token["content"] for token in rules.added.values()}
         for key, value in self.config.items():
             if key.endswith("_token") and key not in NAMED and isinstance(value, str) and value not in added:
                 self._refuse(
-                    f"{key} is {_shown(value)}, which only some releases of transformers add; move it to "
+                    f"{key} = {_shown(value)}: only some releases of transformers add this token; move it to "
                     "additional_special_tokens"
                 )
 
@@ -527,19 +526,19 @@ def _added_token(token: Any, special: bool) -> Object | None:
     flags = {key: token.get(key) for key in FLAGS} if isinstance(token, dict) else {}
     special = special or flags.get("special") is True
     default = dict.fromkeys(FLAGS, False) | {"normalized": not special}
-    given = {key: value for key, value in flags.items() if isinstance(value, bool)}
-    return {"content": content} | default | given | {"special": special}
+    flags_set = {key: value for key, value in flags.items() if isinstance(value, bool)}
+    return {"content": content} | default | flags_set | {"special": special}
 
 
 def _object(path: str) -> Object:
     if not os.path.exists(path):
         return {}
-    found = read_object(Path(path))
+    content = read_object(Path(path))
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{path}: has a lone surrogate, which is no character; correct it") from None
-    return found
+        raise InputError(f"{path}: unpaired surrogate; fix it") from None
+    return content
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,7 @@
 """`trim_tokenizer`: a model's tokenizer with only the entries that a text uses; WordPiece, BPE, Unigram or whole words.
 
-Text whose tokens are all kept is tokenized as before. WordPiece and Unigram choose the best of their entries, and it is
-still there; BPE applies merges in order, and all that a kept entry is made of are kept.
+Text whose tokens are all kept is tokenized as before: WordPiece and Unigram choose the best of their entries, which is
+still there; BPE applies merges in order, and all merges of a kept entry are kept.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def trim_tokenizer(
 ) -> Vocabulary:
     """Writes the folder of a trimmed tokenizer; `vocab` documents the arguments and errors.
 
-    Counts tokens in a temporary corpus beside `out`, of a few bytes per token. Compares the tokens of a sample of the
-    text with those of the whole vocabulary.
+    Counts tokens in a temporary corpus next to `out`, a few bytes per token. Compares the tokens of a sample of the
+    text before and after trimming.
     """
     folder = Path(out)
     if folder.suffix in (".txt", ".json") or _data.url_of(str(out)) or folder.is_file():
-        raise InputError(f"{out}: a trimmed tokenizer is several files; name a folder for them with --out (out=...)")
+        raise InputError(f"{out}: must be a folder, because a trimmed tokenizer has several files")
     if foreign_names(folder):
         raise InputError(f"{out}: not empty; choose another folder")
     shards = folder.absolute().with_name(f".{folder.name}.shards.writing")
-    remove(shards)  # of a run that was killed
+    remove(shards)  # of a killed run
     tokenizer = Tokenizer(model)
     try:
         with ReadingProgress("vocab", shown=progress) as bar:
@@ -82,15 +82,15 @@ def trim_tokenizer(
 def with_entries_of(
     tokenizer: Tokenizer, counts: NDArray[np.int64], size: int | None = None
 ) -> tuple[Tokenizer, NDArray[np.int64]]:
-    """Returns the tokenizer with the entries that occur, and the ids that its entries had before: int64 [entries].
+    """Returns the tokenizer with the entries that occur, and their previous ids: int64 [entries].
 
-    Special and added tokens stay, and so do what a kept entry is merged from, bytes, and its characters and those of
-    ASCII, so that another word can be spelled. Entries keep their order.
+    Special and added tokens stay, and so do the entries that a kept entry is merged from, bytes, its characters and
+    ASCII characters, so that any word can be spelled. Entries keep their order.
 
     Args:
-        tokenizer: Of WordPiece, BPE, Unigram or whole words.
-        counts: Occurrences of each id in a text: int64 [entries before].
-        size: Most entries to keep, the most frequent ones; as many as occur by default.
+        tokenizer: A tokenizer with WordPiece, BPE, Unigram or whole words.
+        counts: Occurrences of each id in a text: int64 [previous entries].
+        size: Maximum number of entries to keep, the most frequent ones; all that occur by default.
     """
     rules = json.loads(tokenizer.to_json())
     entries = Entries(rules)
@@ -99,8 +99,8 @@ def with_entries_of(
     kept_merges = set[Merge]()
     most = tokenizer.vocab_size if size is None else size
     if len(kept_ids) > most:
-        needed = f"the {len(kept_ids):,} special tokens, bytes and characters of ASCII"
-        raise InputError(f"size = {size:,} is less than {needed}; raise it")
+        needed = f"{len(kept_ids):,}, for special tokens, bytes and ASCII characters"
+        raise InputError(f"size = {size:,}: must be at least {needed}")
     for token_id in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist():
         ids, merges = entries.parts(token_id)
         if len(kept_ids) + len(ids - kept_ids) <= most:
@@ -124,7 +124,7 @@ def with_entries_of(
 
 
 class Entries:
-    """The entries of a parsed tokenizer.json, and what they consist of."""
+    """The entries of a parsed tokenizer.json and their parts."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -140,7 +140,7 @@ class Entries:
         self.is_byte_level = '"ByteLevel"' in json.dumps([rules["normalizer"], rules["pre_tokenizer"]])
 
     def always(self) -> Iterator[int]:
-        """Yields the ids of what any text may need: added tokens, the unknown one, bytes, characters of ASCII."""
+        """Yields the ids that any text may need: added tokens, the unknown token, bytes, ASCII characters."""
         yield from (token["id"] for token in self.rules["added_tokens"])
         ids: list[int] = []
         _renumbered(self.rules["post_processor"], ids.append)
@@ -151,12 +151,12 @@ class Entries:
         fallback = [f"<0x{byte:02X}>" for byte in range(256)] if self.model.get("byte_fallback") else ()
         ascii_letters = self._letters(map(chr, range(0x21, 0x7F)))
         yield from (self.ids[entry] for entry in (*letters, *fallback, *ascii_letters) if entry in self.ids)
-        if self.model["type"] == "Unigram":  # an unknown character costs ten more than the rarest entry
+        if self.model["type"] == "Unigram":  # an unknown character scores ten below the rarest entry
             scores = [score for _, score in self.model["vocab"]]
             yield scores.index(min(scores))
 
     def parts(self, token_id: int) -> tuple[set[int], set[Merge]]:
-        """Returns the ids of an entry, its characters and what it is merged from, and these merges."""
+        """Returns the ids of an entry, its characters and the entries that it is merged from, and these merges."""
         if token_id not in self.names:
             return {token_id}, set()
         entry = self.names[token_id]
@@ -170,7 +170,7 @@ class Entries:
         return {f"{start}{letter}{end}" for letter in letters for start, end in ends}
 
     def _merged(self, entry: str, inner: str) -> tuple[set[str], set[Merge]]:
-        """Returns the entries and merges on the way to an entry; none if no merges make it."""
+        """Returns the intermediate entries and merges of an entry; none if no merges lead to it."""
         pieces = [self.prefix + letter for letter in inner]
         if pieces and not entry.startswith(self.prefix):
             pieces[0] = inner[0]
@@ -191,7 +191,7 @@ class Entries:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the characters that stand for bytes in byte-level BPE: printable ones, and others from U+0100 on."""
+    """Returns the characters that stand for bytes in byte-level BPE: printable ones, and U+0100 and up for others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -201,13 +201,13 @@ BYTES = _byte_alphabet()
 
 
 def _renumbered(part: Any, number: Callable[[int], Any]) -> Any:
-    """Returns a post-processor with `number` of its ids."""
+    """Returns a post-processor with `number` applied to its ids."""
     if isinstance(part, list):
-        return [_renumbered(each, number) for each in part]
+        return [_renumbered(item, number) for item in part]
     if not isinstance(part, dict):
         return part
     return {
-        key: [number(each) for each in value]
+        key: [number(token_id) for token_id in value]
         if key == "ids"
         else [value[0], number(value[1])]
         if key in ("cls", "sep") and isinstance(value, list)
@@ -220,6 +220,6 @@ def _check(tokenizer: Tokenizer, trimmed: Tokenizer, kept_ids: NDArray[np.int64]
     for before, after in zip(tokenizer.encode_batch(texts), trimmed.encode_batch(texts), strict=True):
         if np.isin(before, kept_ids).all() and not np.array_equal(before, kept_ids[after]):
             raise ElectraFastError(
-                f"{tokenizer.path}: text would have other tokens after trimming, which is a bug; please report it with "
+                f"{tokenizer.path}: trimming would change the tokens of a text, which is a bug; please report it with "
                 "this tokenizer"
             )

@@ -44,14 +44,14 @@ impl AtomicFile {
         sync_folder_of(&self.target)
     }
 
-    /// Gives a durable file its final name, unless there is a file of that name.
+    /// Gives a durable file its final name, unless a file of that name exists.
     fn put_new(self) -> Result<()> {
         match std::fs::hard_link(&self.temp, &self.target) {
             Ok(()) => sync_folder_of(&self.target),
             Err(_) if self.target.symlink_metadata().is_ok() => {
-                Err(Error::at(&self.target, "exists and would be overwritten; give another --out"))
+                Err(Error::at(&self.target, "exists and would be overwritten; choose another --out"))
             }
-            Err(_) => self.put(), // a file system without links
+            Err(_) => self.put(), // the file system has no hard links
         }
     }
 }
@@ -70,7 +70,7 @@ pub(crate) fn write_atomically(dir: &Path, name: &str, tag: &str, bytes: &[u8]) 
     output.commit()
 }
 
-/// Writes new small files: all, or none if there is no room for one of them or a file has its name by then.
+/// Writes new small files: all, or none if the disk is full or one of the names is taken.
 pub(crate) fn write_all_new(dir: &Path, tag: &str, files: &[(&str, &[u8])]) -> Result<()> {
     let written = |(name, bytes): &(&str, &[u8])| {
         let mut output = AtomicFile::create(dir, name, tag)?;
@@ -94,7 +94,7 @@ pub(crate) fn write_all_new(dir: &Path, tag: &str, files: &[(&str, &[u8])]) -> R
 pub(crate) fn create_folder(dir: &Path) -> Result<()> {
     let num_new = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).count();
     std::fs::create_dir_all(dir).map_err(|e| write_error(dir, e))?;
-    // At least its own: another process may have just created the folder.
+    // At least the folder's entry: another process may have just created the folder.
     dir.ancestors().take(num_new.max(1)).try_for_each(sync_folder_of)
 }
 
@@ -108,9 +108,9 @@ pub(crate) fn write_error(path: &Path, error: std::io::Error) -> Error {
     };
     let advice = match error.kind() {
         StorageFull | QuotaExceeded | FileTooLarge => {
-            "free some space and run the same command again; what is finished is kept"
+            "free some space and run the same command again; finished work is kept"
         }
-        PermissionDenied | ReadOnlyFilesystem => "nothing can be written there; choose another --out",
+        PermissionDenied | ReadOnlyFilesystem => "not writable; choose another --out",
         _ => return Error::io(path, error),
     };
     Error::io(path, std::io::Error::new(error.kind(), format!("{error}: {advice}")))
@@ -130,17 +130,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_abandoned_file_leaves_nothing() {
+    fn abandoned_file_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
         drop(AtomicFile::create(dir.path(), "a", "t").unwrap());
-        std::fs::create_dir(dir.path().join(".tmp-t-b")).unwrap(); // stands for a full disk
+        std::fs::create_dir(dir.path().join(".tmp-t-b")).unwrap(); // has the effect of a full disk
         write_all_new(dir.path(), "t", &[("a", b""), ("b", b"")]).unwrap_err();
         std::fs::remove_dir(dir.path().join(".tmp-t-b")).unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
-    fn of_two_writers_of_new_files_one_writes_all_and_the_other_none() {
+    fn only_one_of_two_writers_creates_new_files() {
         for _ in 0..50 {
             let dir = tempfile::tempdir().unwrap();
             let write = |tag: &str| {
@@ -155,13 +155,13 @@ mod tests {
             let written = ["a", "b", "c"].map(|name| std::fs::read_to_string(dir.join(name)).unwrap());
             assert_eq!(written, [if outcomes[0] { "1" } else { "2" }; 3]);
             std::fs::remove_file(dir.join("a")).unwrap();
-            assert!(!write("3") && !dir.join("a").exists()); // it would be of another run than the rest
+            assert!(!write("3") && !dir.join("a").exists()); // it would belong to another run than the rest
             assert_eq!(std::fs::read_dir(dir).unwrap().count(), 2);
         }
     }
 
     #[test]
-    fn a_file_that_cannot_be_synced_is_not_put_in_place() {
+    fn failed_sync_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/dev/null", temp_path(dir.path(), "a", "t")).unwrap();
         write_atomically(dir.path(), "a", "t", b"content").unwrap_err();
@@ -170,15 +170,15 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_folder_that_cannot_be_synced_is_an_error() {
+    fn failed_folder_sync_is_an_error() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path();
-        // Files can be created in it, but it cannot be opened.
+        // Files can be created in this folder, but it cannot be opened.
         std::fs::set_permissions(dir, PermissionsExt::from_mode(0o300)).unwrap();
         let outcomes = std::thread::scope(|scope| {
             let attempt = || {
-                // Without the capabilities that let root open any folder, in this thread.
+                // Drops this thread's capabilities, because they let root open any folder.
                 let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
                 // SAFETY: version 3 of the call reads a header of two words and sets of six.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);

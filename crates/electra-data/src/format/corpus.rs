@@ -20,11 +20,11 @@ use crate::threads::{lock, nonce, on_all_cores};
 
 pub(crate) const VALIDATION: &str = "holdout";
 
-/// Shards whose lengths are checked when a corpus is opened; those of larger corpora are checked on first use.
+/// Number of shards up to which their lengths are checked when a corpus is opened, and not on first use.
 const CHECKED_SHARDS: usize = 1_000;
-/// Files that stay mapped when they are not in use. Linux allows 65,530 maps per process.
+/// Idle files that stay mapped. Linux allows 65,530 maps per process.
 const MAX_MAPPED: usize = 16_384;
-/// Shards of a corpus in a store that stay open when they are not in use.
+/// Idle shards of a stored corpus that stay open.
 const MAX_IDLE: usize = 16;
 
 /// A corpus on disk or in an object store. Opening it reads the manifest and, unless there are thousands of shards or
@@ -43,14 +43,14 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Opens the corpus in `dir`. A folder without a manifest is [`Error::NotFound`]; a manifest or a file
-    /// length that is not what was written is [`Error::Damaged`].
+    /// Opens the corpus in `dir`. A missing manifest is [`Error::NotFound`]; a damaged manifest or a file
+    /// length that differs from the one written is [`Error::Damaged`].
     pub fn open(dir: &Path) -> Result<Self> {
         Self::open_with(dir, None)
     }
 
-    /// As [`Corpus::open`]; a corpus in an object store is cached according to `options`, or in private temporary
-    /// files that take at most a gibibyte.
+    /// Like [`Corpus::open`]; a corpus in an object store is cached according to `options`, or in private temporary
+    /// files of at most 1 GiB.
     pub fn open_with(dir: &Path, options: Option<&CacheOptions>) -> Result<Self> {
         let url = url_of(dir);
         let dir = url.as_ref().map_or(dir.to_owned(), PathBuf::from);
@@ -82,7 +82,7 @@ impl Corpus {
         (entry.num_documents, entry.num_tokens)
     }
 
-    /// Where part `index` of `count` of a shard of so many tokens begins, moved to the start of a checksum's block.
+    /// Start of part `index` of `count` of a shard with `tokens` tokens, moved to the start of a checksum's block.
     pub(crate) fn aligned(&self, tokens: u64, index: u64, count: u64) -> u32 {
         let (width, block) = (u64::from(self.manifest.token_bytes), BLOCK_BYTES as u64);
         let blocks = (HEADER_BYTES as u64 + width * tokens) / block;
@@ -95,7 +95,7 @@ impl Corpus {
         let open = || match &self.cache {
             None => Shard::new(&self.dir, &self.manifest, &self.manifest.shards[number]),
             Some(cache) => {
-                self.close_idle_beyond(MAX_IDLE); // their tables take space on the disk
+                self.close_idle_beyond(MAX_IDLE); // their tables take disk space
                 Shard::cached(cache, number, &self.manifest)
             }
         };
@@ -121,8 +121,8 @@ impl Corpus {
         slots.filter(is_idle).skip(count).for_each(|mut slot| *slot = None);
     }
 
-    /// Fetches everything that is needed to read these ranges of tokens, so many tokens before and after each and, with
-    /// `lines`, the line lengths of their documents. It is not evicted until the result is dropped. `None` for a corpus on disk.
+    /// Fetches everything needed to read these ranges of tokens with `before` and `after` tokens around each, and, with
+    /// `lines`, their documents' line lengths. Nothing is evicted until the result is dropped. `None` for a corpus on disk.
     pub(crate) fn prefetch(
         &self,
         parts: &[(usize, Range<u32>)],
@@ -167,7 +167,7 @@ impl Corpus {
         cache.pin(&files[..1 + usize::from(lines)], &Cancel::default()).map(Some)
     }
 
-    /// An estimate of what [`Corpus::prefetch`] fetches for so many tokens of a shard, and for its tables, in bytes.
+    /// Estimated bytes that [`Corpus::prefetch`] fetches for `tokens` tokens of a shard, and for its tables.
     pub(crate) fn prefetch_bytes(&self, shard: usize, tokens: u64, lines: bool) -> (u64, u64) {
         let Some(cache) = &self.cache else { return (0, 0) };
         let files = (0..=usize::from(lines)).map(|file| cache.layout(2 * shard + file));
@@ -193,7 +193,7 @@ impl Corpus {
         self.manifest.num_documents
     }
 
-    /// Documents without tokens, which `prepare` left out.
+    /// Documents without tokens, which `prepare` skipped.
     pub fn empty_documents(&self) -> u64 {
         self.manifest.empty_documents
     }
@@ -224,7 +224,7 @@ impl Corpus {
         self.dir.join(&self.manifest.tokenizer.file)
     }
 
-    /// The corpus's copy of the tokenizer's file. For a corpus in a store, a local copy that exists as long as the
+    /// The corpus's copy of the tokenizer's file. For a corpus in a store, a local copy, which exists while the
     /// corpus is open or its cache exists.
     pub fn tokenizer_path(&self) -> Result<PathBuf> {
         let entry = &self.manifest.tokenizer;
@@ -234,14 +234,14 @@ impl Corpus {
         }
         let bytes = store.read(&entry.file, MAX_TOKENIZER_BYTES)?;
         entry.check(&self.tokenizer_name(), &bytes)?;
-        // Unique to this reader: threads share a process, and containers may share its number.
+        // Unique to this reader: threads share a process, and containers may share its pid.
         let tag = format!("{:016x}", nonce());
         let private = || TempDir::with_prefix("electra-fast-");
         let private = if cache.dir().is_none() { Some(private()) } else { None };
         let private = private.transpose().map_err(|error| write_error(&std::env::temp_dir(), error))?;
         let dir = cache.dir().or(private.as_ref().map(TempDir::path)).unwrap_or(Path::new("")).to_owned();
         write_atomically(&dir, &entry.file, &tag, &bytes)?;
-        // Without it, the settings would be inferred from the vocabulary.
+        // Otherwise the settings would be inferred from the vocabulary.
         write_atomically(&dir, MANIFEST, &tag, self.manifest.canonical().as_bytes())?;
         Ok(self.tokenizer.get_or_init(|| (dir.join(&entry.file), private)).0.clone())
     }
@@ -267,7 +267,7 @@ impl Corpus {
         let count = self.num_documents();
         if index >= count {
             return Err(Error::Input(format!(
-                "document {index} is out of range: the corpus has {count} documents"
+                "document {index}: out of range; the corpus has {count} documents"
             )));
         }
         let number = self.starts.partition_point(|&start| start <= index) - 1;
@@ -280,7 +280,7 @@ impl Corpus {
     }
 }
 
-/// Rejects a validation split that was made with another corpus than the one around it.
+/// Rejects a validation set that belongs to another corpus.
 pub(super) fn check_whole(dir: &Path, store: Option<&Store>, manifest: &Manifest) -> Result<()> {
     let Some(around) = dir.parent().filter(|_| dir.ends_with(VALIDATION)) else { return Ok(()) };
     let store = store.map(|store| store.at(&around.to_string_lossy())).transpose();
@@ -289,26 +289,26 @@ pub(super) fn check_whole(dir: &Path, store: Option<&Store>, manifest: &Manifest
             Err(foreign(&dir.join(MANIFEST)))
         }
         Err(Error::Interrupted) => Err(Error::Interrupted),
-        _ => Ok(()), // on its own
+        _ => Ok(()), // a separate corpus
     }
 }
 
-/// A file shorter than what was written must not be mapped: reading past its end would kill the process.
+/// A truncated file must not be mapped: reading past its end would kill the process.
 fn check_length(path: &Path, expected: u64) -> Result<()> {
     match std::fs::metadata(path) {
-        Ok(found) if found.len() == expected => Ok(()),
-        Ok(found) => Err(wrong_length(path, found.len(), expected)),
+        Ok(metadata) if metadata.len() == expected => Ok(()),
+        Ok(metadata) => Err(wrong_length(path, metadata.len(), expected)),
         Err(error) => Err(access_error(path, error)),
     }
 }
 
-/// Tokens read at a time: their ids stay in the processor's cache.
+/// Tokens read at once: their ids stay in the processor's cache.
 const CHUNK_TOKENS: u64 = 1 << 15;
 /// Tokens that share one table of counts, which has a row per id, and one request to an object store.
 const PART_TOKENS: u64 = 1 << 21;
 
 impl Corpus {
-    /// How often each id occurs in all documents. Every block is verified, as for [`Corpus::document`].
+    /// Counts of each id in all documents. Every block is verified, as in [`Corpus::document`].
     pub fn token_counts(&self) -> Result<Vec<u64>> {
         let parts = (0..self.num_shards()).flat_map(|shard| {
             let size = self.shard_size(shard).1;
@@ -353,7 +353,7 @@ mod tests {
     use crate::store::test_server::TestServer;
 
     #[test]
-    fn thousands_of_shards_are_opened_without_looking_at_each() {
+    fn large_corpus_opens_without_checking_each_shard() {
         let dir = tempfile::tempdir().unwrap();
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 1);
         let one = Manifest::read(dir.path()).unwrap();
@@ -368,16 +368,22 @@ mod tests {
             Corpus::open(dir.path())
         };
         assert!(
-            opened(CHECKED_SHARDS).unwrap_err().to_string().contains("missing, though the manifest names it")
+            opened(CHECKED_SHARDS)
+                .unwrap_err()
+                .to_string()
+                .contains("missing, although the manifest lists it")
         );
         let corpus = opened(CHECKED_SHARDS + 1).unwrap();
         assert_eq!(corpus.document(0).unwrap(), [5, 6]);
         let error = corpus.document(1).unwrap_err().to_string();
-        assert!(error.contains("shard-000001-000.tokens: missing, though the manifest names it"), "{error}");
+        assert!(
+            error.contains("shard-000001-000.tokens: missing, although the manifest lists it"),
+            "{error}"
+        );
     }
 
     #[test]
-    fn a_private_cache_takes_little_space_whatever_is_read() {
+    fn private_cache_stays_small() {
         let (dir, most) = (tempfile::tempdir().unwrap(), AtomicUsize::new(0));
         let documents: Vec<_> = (0..2_000).map(|id| vec![vec![id; 9_000]]).collect();
         write_corpus(dir.path(), 30_000, &documents, 150_000);
@@ -400,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn a_corpus_is_opened_by_one_request() {
+    fn corpus_opens_with_one_request() {
         let dir = tempfile::tempdir().unwrap();
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7]]], 2);
         let server = TestServer::start(dir.path());
@@ -412,7 +418,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
-        fn what_is_written_is_read(
+        fn written_documents_are_read_back(
             documents in prop::collection::vec(
                 prop::collection::vec(prop::collection::vec(0_u32..70_000, 0..200), 0..4), 0..40),
             wide in any::<bool>(), max_tokens in 1_u64..2_000,
@@ -423,21 +429,21 @@ mod tests {
                 .map(|d| d.into_iter().map(|l| l.into_iter().map(|id| id % size).collect()).collect()).collect();
             write_corpus(dir.path(), size, &documents, max_tokens);
             let corpus = Corpus::open(dir.path()).unwrap();
-            let kept: Vec<_> = documents.iter().filter(|d| d.iter().any(|l| !l.is_empty())).collect();
-            prop_assert_eq!(corpus.num_documents(), kept.len() as u64);
-            for (index, document) in kept.iter().enumerate() {
+            let nonempty: Vec<_> = documents.iter().filter(|d| d.iter().any(|l| !l.is_empty())).collect();
+            prop_assert_eq!(corpus.num_documents(), nonempty.len() as u64);
+            for (index, document) in nonempty.iter().enumerate() {
                 prop_assert_eq!(corpus.document(index as u64).unwrap(), document.concat());
             }
             let lines: Vec<_> = corpus.shards()
                 .flat_map(|s| (0..s.num_documents()).map(|d| s.line_lengths(d).unwrap()).collect::<Vec<_>>())
                 .collect();
-            for (found, document) in lines.into_iter().zip(&kept) {
+            for (line_lengths, document) in lines.into_iter().zip(&nonempty) {
                 let lengths: Vec<u32> = document.iter().map(|l| l.len() as u32).collect();
                 let first = lengths.iter().position(|&n| n > 0).unwrap();
                 let last = lengths.iter().rposition(|&n| n > 0).unwrap();
-                prop_assert_eq!(&found[..], &lengths[first..=last]);
+                prop_assert_eq!(&line_lengths[..], &lengths[first..=last]);
             }
-            prop_assert!(corpus.document(kept.len() as u64).is_err());
+            prop_assert!(corpus.document(nonempty.len() as u64).is_err());
         }
     }
 }

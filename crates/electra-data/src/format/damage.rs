@@ -13,7 +13,7 @@ pub(super) fn damaged(path: &Path, reason: String) -> Error {
 
 pub(super) fn access_error(path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
-        std::io::ErrorKind::NotFound => damaged(path, "missing, though the manifest names it".into()),
+        std::io::ErrorKind::NotFound => damaged(path, "missing, although the manifest lists it".into()),
         _ => Error::io(path, error),
     }
 }
@@ -23,9 +23,9 @@ pub(super) fn wrong_length(path: &Path, length: u64, expected: u64) -> Error {
     damaged(path, format!("{length} bytes instead of {expected}: truncated in block {last}"))
 }
 
-/// The error for an intact file that is not the one that the manifest names.
+/// The error for an intact file that differs from the manifest's description.
 pub(crate) fn foreign(path: &Path) -> Error {
-    let reason = "not the one that the corpus's manifest names (an interrupted copy?); copy the corpus again, and check \
+    let reason = "not the file that the corpus's manifest describes (an interrupted copy?); copy the corpus again, and check \
                   it with `electra-fast verify`";
     Error::Damaged { path: path.to_owned(), reason: reason.to_owned() }
 }

@@ -65,7 +65,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout of a file of this length with a document table of this size; `None` if there can be none.
+    /// The layout of a file of this length with a document table of this size; `None` if it is impossible.
     pub fn from_length(file_length: u64, index_bytes: u64) -> Option<Self> {
         let rest = file_length.checked_sub(8)?;
         let num_blocks = rest.div_ceil(BLOCK_BYTES as u64 + 8);
@@ -108,7 +108,7 @@ impl Header {
         bytes
     }
 
-    /// Parses a header. The error is a short description of what is wrong.
+    /// Parses a header. The error describes the problem in a few words.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
         if bytes[..8] != MAGIC {
             return Err("not a shard (wrong magic bytes)".into());
@@ -130,11 +130,11 @@ impl Header {
         };
         match header.layout() {
             Some(layout) if layout.file_length as u64 == long(40) && header.is_consistent() => Ok(header),
-            _ => Err("the header's lengths contradict each other".into()),
+            _ => Err("the lengths in the header are inconsistent".into()),
         }
     }
 
-    /// Whether the counts agree with the lengths. Readers index by the counts.
+    /// Whether counts and lengths agree. Readers index by the counts.
     fn is_consistent(&self) -> bool {
         let body = match self.kind {
             FileKind::Tokens { width } => self.num_tokens.checked_mul(width.into()) == Some(self.body_length),
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn the_length_and_the_number_of_documents_give_the_layout() {
+    fn layout_follows_from_length_and_number_of_documents() {
         let block = BLOCK_BYTES as u64;
         for body_length in (0..40).chain(block - 80..block + 80).chain([9 * block + 7, 4_000 * block - 3]) {
             for num_documents in [0, 1, 2, 9_000] {

@@ -1,4 +1,4 @@
-//! `manifest.json`, which makes a folder a corpus. It is written last, and rejected if any byte has changed.
+//! `manifest.json`, which turns a folder into a corpus. It is written last, and rejected if any byte has changed.
 
 use std::path::Path;
 
@@ -12,11 +12,11 @@ use crate::regular_file;
 use crate::store::Store;
 
 pub(crate) const MANIFEST: &str = "manifest.json";
-/// Upper bound on a manifest's length: it has a few hundred bytes per shard of 2^27 tokens.
+/// Upper bound on a manifest's length. A manifest has a few hundred bytes per shard of 2^27 tokens.
 const MAX_BYTES: u64 = 1 << 30;
-/// Upper bound on the tokenizer's file in a store: those of the largest vocabularies in use have some 40 MB.
+/// Upper bound on the tokenizer's file in a store. The largest ones in use have about 40 MB.
 pub(super) const MAX_TOKENIZER_BYTES: u64 = 1 << 28;
-/// The folder of records about finished input groups. Without a manifest, it means unfinished work.
+/// The folder of records of finished input groups. Without a manifest, it indicates unfinished work.
 pub(crate) const PARTS: &str = "parts";
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,7 +67,7 @@ pub(crate) struct ShardEntry {
 }
 
 impl ShardEntry {
-    /// Whether names, counts and lengths agree, given `width` bytes per token id. Readers map and allocate
+    /// Whether names, counts and lengths agree, with `width` bytes per token id. Readers map and allocate
     /// by these counts, so they must be bounded by the lengths of the files.
     pub fn is_consistent(&self, width: u16) -> bool {
         let &Self { num_tokens, num_documents, .. } = self;
@@ -101,19 +101,19 @@ pub(crate) struct Manifest {
     pub skipped_records: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped_hash: Option<String>,
-    /// Documents that were left out because they had occurred before …
+    /// Documents dropped as duplicates …
     #[serde(default, skip_serializing_if = "is_zero")]
     pub dropped_documents: u64,
-    /// … or because all their lines had; …
+    /// … or because all their lines were duplicates, …
     #[serde(default, skip_serializing_if = "is_zero")]
     pub emptied_documents: u64,
-    /// … and lines that were left out because they had occurred before.
+    /// … and lines dropped as duplicates.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub dropped_lines: u64,
     pub token_bytes: u16,
     pub tokenizer: TokenizerEntry,
-    /// Hash of the inputs' names and sizes and of every option that determines the content. A finished corpus with the
-    /// same one need not be made again.
+    /// Hash of the inputs' names and sizes and of every option that determines the content. A finished corpus with
+    /// the same fingerprint need not be prepared again.
     #[serde(rename = "job")]
     pub fingerprint: String,
     pub options: serde_json::Value,
@@ -125,7 +125,7 @@ pub(crate) struct Manifest {
 }
 
 impl Manifest {
-    /// A manifest that names these shards; `seal` computes the totals and hashes.
+    /// A manifest of these shards; `seal` computes the totals and hashes.
     pub fn new(token_bytes: u16, tokenizer: TokenizerEntry, shards: Vec<ShardEntry>) -> Self {
         Self {
             format_version: FORMAT_VERSION,
@@ -171,14 +171,14 @@ impl Manifest {
         let bytes = store.read(MANIFEST, MAX_BYTES).map_err(|error| match error {
             Error::NotFound { path, hint } => Error::NotFound {
                 path,
-                hint: format!("{hint}; the URL must be that of a folder of `electra-fast prepare`"),
+                hint: format!("{hint}; the URL must point to a folder that `electra-fast prepare` wrote"),
             },
             error => error,
         })?;
         Self::parse(&Path::new(store.url()).join(MANIFEST), &bytes)
     }
 
-    /// Parses the bytes once and copies none of them, since thousands of shards make millions.
+    /// Parses the bytes once and copies none of them: with thousands of shards, they are millions.
     fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let manifest: Self = match serde_json::from_slice(bytes) {
             Ok(manifest) => manifest,
@@ -191,10 +191,10 @@ impl Manifest {
             refuse_version(path, bytes)?;
         }
         if !manifest.has_checksum_of(bytes) || manifest.content_hash != manifest.hash_content() {
-            return Err(damaged(path, "its checksum does not hold: it was edited or damaged".into()));
+            return Err(damaged(path, "wrong checksum: edited or damaged".into()));
         }
         match manifest.inconsistency() {
-            Some(what) => Err(damaged(path, format!("{what}: no release wrote it like that"))),
+            Some(reason) => Err(damaged(path, format!("{reason}: not written by any electra-fast release"))),
             None => Ok(manifest),
         }
     }
@@ -208,26 +208,26 @@ impl Manifest {
         hex128(hash.digest128()) == self.checksum
     }
 
-    /// Describes the first contradiction in this manifest. A forged one may have a valid checksum.
+    /// Describes the first inconsistency of this manifest. A forged manifest may have a valid checksum.
     fn inconsistency(&self) -> Option<String> {
         let TokenizerEntry { file, hash, vocab_size, special_tokens: s, .. } = &self.tokenizer;
         if !matches!(self.token_bytes, 2 | 4) {
-            return Some(format!("token_bytes is {}", self.token_bytes));
+            return Some(format!("token_bytes = {}", self.token_bytes));
         }
         if [s.pad, s.unk, s.cls, s.sep, s.mask].iter().any(|id| id >= vocab_size) || *vocab_size > 1 << 31 {
-            return Some(format!("special tokens and a vocabulary of {vocab_size} contradict each other"));
+            return Some(format!("the special tokens do not fit a vocabulary of {vocab_size} entries"));
         }
         if !is_plain(file) || hash.len() != 16 || u64::from_str_radix(hash, 16).is_err() {
-            return Some("the tokenizer's entry is malformed".to_owned());
+            return Some("malformed tokenizer entry".to_owned());
         }
         let sums: [fn(&ShardEntry) -> u64; 2] = [|shard| shard.num_tokens, |shard| shard.num_documents];
         if sums.map(|count| saturating_sum(self.shards.iter().map(count)))
             != [self.num_tokens, self.num_documents]
         {
-            return Some("the counts of the shards do not add up to those of the corpus".to_owned());
+            return Some("the shards' counts do not add up to the corpus's".to_owned());
         }
         let wrong = self.shards.iter().position(|shard| !shard.is_consistent(self.token_bytes))?;
-        Some(format!("the names, counts or lengths of shard {wrong} (from 0) contradict each other"))
+        Some(format!("the names, counts or lengths of shard {wrong} (from 0) are inconsistent"))
     }
 
     fn hash_content(&self) -> String {
@@ -290,7 +290,7 @@ mod tests {
     use crate::format::testing::write_corpus;
 
     #[test]
-    fn every_flipped_bit_is_noticed() {
+    fn every_flipped_bit_is_detected() {
         let dir = tempfile::tempdir().unwrap();
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]]], 1);
         let path = dir.path().join(MANIFEST);
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_not_reported_as_damage() {
+    fn other_version_is_not_reported_as_damage() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(MANIFEST), "{\"format_version\": 9}").unwrap();
         let error = Manifest::read(dir.path()).unwrap_err().to_string();

@@ -1,8 +1,8 @@
-//! A memory-mapped file of a corpus. Each block is verified when it is first read, and readers check now and then
-//! whether the file has been written to since.
+//! A memory-mapped file of a corpus. Each block is verified on first read, and readers check from time to time
+//! whether the file has been modified.
 //!
-//! The file is on disk, or in an object store. Then runs of its blocks are mapped (see `block_cache`), which are fetched
-//! when they are first read unless they have been prefetched.
+//! The file is on disk or in an object store. For a file in a store, runs of its blocks are mapped (see `block_cache`);
+//! they are fetched on first read unless they have been prefetched.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -35,7 +35,7 @@ pub(super) struct MappedFile {
     backing: Backing,
 }
 
-/// Where the bytes come from. A local file has a bit for each block that has been verified.
+/// The source of the bytes. A local file has a bit per block, set once the block has been verified.
 #[derive(Debug)]
 enum Backing {
     Local { map: Mmap, verified: Box<[AtomicU64]>, modified: Option<SystemTime>, inode: u64 },
@@ -49,23 +49,25 @@ impl MappedFile {
         let metadata = file.metadata().map_err(|e| Error::io(path, e))?;
         let (length, modified, inode) = (metadata.len(), metadata.modified().ok(), metadata.ino());
         if length != entry.bytes {
-            return Err(wrong_length(path, length, entry.bytes)); // a part that is missing must not be mapped
+            return Err(wrong_length(path, length, entry.bytes)); // a missing part must not be mapped
         }
         // SAFETY: the map is read-only and private to this struct; this crate never modifies finished shards in place
-        // (they are replaced by rename). Other programs may: every read copies what it then checks, `expect_unchanged`
-        // notices soon, and a missing page ends the process.
+        // (they are replaced by rename). Other programs may: every read copies bytes before checking them,
+        // `expect_unchanged` detects it soon, and a missing page ends the process.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, e))?;
         let start: &[u8; HEADER_BYTES] =
-            map.first_chunk().ok_or_else(|| damaged(path, "it was cut off while being opened".into()))?;
+            map.first_chunk().ok_or_else(|| damaged(path, "truncated while being opened".into()))?;
         let header = Header::parse(start).map_err(|reason| damaged(path, format!("block 0: {reason}")))?;
-        let layout = header.layout().ok_or_else(|| damaged(path, "impossible lengths".into()))?;
+        let layout = header
+            .layout()
+            .ok_or_else(|| damaged(path, "the lengths in the header are impossible".into()))?;
         if layout.file_length != map.len() {
             let expected = layout.file_length;
             return Err(damaged(path, format!("{} bytes instead of {expected}: truncated", map.len())));
         }
         let table_end = layout.file_length - 8;
         if block_hash(&map[layout.table..table_end]) != read_u64(&map[table_end..]) {
-            return Err(damaged(path, "the table of checksums is damaged".into()));
+            return Err(damaged(path, "the checksum table is damaged".into()));
         }
         let verified = (0..layout.num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         let backing = Backing::Local { map, verified, modified, inode };
@@ -96,7 +98,7 @@ impl MappedFile {
                 .map_err(|reason| damaged(&mapped.path, format!("block 0: {reason}")))?;
         }
         if mapped.header.layout() != Some(layout) {
-            return Err(damaged(&mapped.path, "its lengths contradict the manifest".into()));
+            return Err(damaged(&mapped.path, "its lengths do not match the manifest".into()));
         }
         Ok(mapped)
     }
@@ -110,7 +112,7 @@ impl MappedFile {
         if self.header == expected { Ok(self) } else { Err(foreign(&self.path)) }
     }
 
-    /// Rejects a file that was written to after it was mapped, judging by its length and modification time, because
+    /// Rejects a file that was modified after it was mapped, according to its length and modification time, because
     /// verified blocks are not verified again. Removing or replacing the file does not change the mapped bytes.
     pub fn expect_unchanged(&self) -> Result<()> {
         let Backing::Local { map, modified, inode, .. } = &self.backing else {
@@ -121,12 +123,12 @@ impl MappedFile {
         };
         let (length, expected) = (now.len(), map.len());
         if length != expected as u64 {
-            let what = if length < expected as u64 { "cut off" } else { "changed" };
-            let reason = format!("{length} bytes instead of {expected}: {what} while it was in use");
+            let change = if length < expected as u64 { "truncated" } else { "changed" };
+            let reason = format!("{length} bytes instead of {expected}: {change} while in use");
             return Err(damaged(&self.path, reason));
         }
         if now.modified().ok() != *modified {
-            return Err(damaged(&self.path, "written to while it was in use".into()));
+            return Err(damaged(&self.path, "written to while in use".into()));
         }
         Ok(())
     }
@@ -140,7 +142,7 @@ impl MappedFile {
         }
     }
 
-    /// The bytes of a range of a local file, or of a table of documents, after verifying every block that it touches.
+    /// The bytes of a range of a local file, or of a document table, after verifying every block that it touches.
     #[inline]
     pub fn bytes(&self, range: Range<usize>) -> Result<&[u8]> {
         let (map, verified) = match &self.backing {
@@ -172,7 +174,7 @@ impl MappedFile {
                 Backing::Local { map, .. } => map.get(range).into_iter().for_each(prefetch),
                 Backing::Cached { file, .. } => {
                     for (run, part) in file.parts(range) {
-                        let _ = file.read(run, &part, prefetch); // what is absent is no hint
+                        let _ = file.read(run, &part, prefetch); // an absent block is not prefetched
                     }
                 }
             }
@@ -189,8 +191,8 @@ impl MappedFile {
         }
     }
 
-    /// The numbers of all blocks whose checksum is wrong. A file in a store is fetched whole, and stays mapped until the
-    /// pins are dropped; damage is an error there.
+    /// The numbers of all blocks with a wrong checksum. A file in a store is fetched completely, and stays mapped until the
+    /// pins are dropped; there, damage is an error.
     pub fn damaged_blocks(&self) -> Result<(Vec<usize>, Option<Pins>)> {
         match &self.backing {
             Backing::Local { .. } => {

@@ -1,6 +1,6 @@
 //! The files of a corpus: their byte layout, the manifest, how they are written, mapped and verified.
 //!
-//! The only folder that knows the on-disk format. `prepare` writes through it, `loader` reads through it.
+//! Only this folder knows the on-disk format. `prepare` writes through it, `loader` reads through it.
 
 mod atomic_file;
 mod block_cache;

@@ -1,4 +1,4 @@
-//! Reading one shard: its tokens, where documents end, and how long their lines are.
+//! Reading one shard: its tokens, the ends of its documents, and the lengths of their lines.
 //!
 //! A shard is two files (see `header`), mapped on first use, on disk or in the cache of an object store. `corpus`
 //! opens the shards of a corpus.
@@ -14,7 +14,7 @@ use super::manifest::{FileEntry, Manifest, ShardEntry};
 use super::mmap::MappedFile;
 use crate::error::{Error, Result};
 
-/// A sequence of documents on disk. Opened lazily: nothing is read before it is needed.
+/// A sequence of documents on disk. Opened lazily: nothing is read until it is needed.
 #[derive(Debug)]
 pub struct Shard {
     files: [ShardFile; 2],
@@ -67,7 +67,7 @@ impl Shard {
         self.num_documents
     }
 
-    /// The end of each document in tokens from the shard's start: strictly ascending, the last one equal to
+    /// The end of each document, in tokens from the shard's start: strictly ascending, the last one equal to
     /// [`Shard::num_tokens`]. Checked on first use.
     pub fn document_ends(&self) -> Result<&[u32]> {
         let file = self.tokens()?;
@@ -92,7 +92,7 @@ impl Shard {
     }
 
     /// Copies `out.len()` token ids starting at `start`, widened to i32. Blocks read for the first time are verified,
-    /// and each id every time: it indexes an embedding, and the file may have changed since. A range outside the shard
+    /// and each id on every read: it indexes an embedding, and the file may have changed. A range outside the shard
     /// is an error.
     #[inline]
     pub fn copy_tokens(&self, start: u64, out: &mut [i32]) -> Result<()> {
@@ -121,7 +121,7 @@ impl Shard {
         if is_sound { Ok(()) } else { Err(self.outside_vocabulary(start, out)) }
     }
 
-    /// Prefetches tokens that will be copied soon: reading rows in random order is mostly waiting for
+    /// Prefetches tokens that will be copied soon: reading rows in random order mostly waits for
     /// memory. Does nothing if the range is invalid or the file is not open yet.
     #[inline]
     pub fn prefetch_tokens(&self, start: u64, count: u32) {
@@ -161,16 +161,16 @@ impl Shard {
     }
 
     pub(crate) fn lines_mismatch(&self, document: usize) -> Error {
-        let reason = format!("document {document}: its lines do not add up to its tokens");
+        let reason = format!("document {document}: its line lengths do not add up to its number of tokens");
         damaged(&self.files[1].path, reason)
     }
 
-    /// The error for the first of these ids that is too large for the vocabulary; they begin at token `start`.
+    /// The error for the first id outside the vocabulary; the ids begin at token `start`.
     #[cold]
     fn outside_vocabulary(&self, start: u64, ids: &[i32]) -> Error {
         let size = self.vocab_size;
-        let found = (start..).zip(ids).find(|&(_, &id)| id as u32 >= size);
-        let (token, id) = found.map_or((start, 0), |(token, &id)| (token, id as u32));
+        let outside = (start..).zip(ids).find(|&(_, &id)| id as u32 >= size);
+        let (token, id) = outside.map_or((start, 0), |(token, &id)| (token, id as u32));
         damaged(&self.files[0].path, format!("token {token}: id {id} is not in the vocabulary of {size}"))
     }
 
@@ -192,12 +192,12 @@ impl Shard {
         // The manifest does not give the length of a line file's body.
         let body_length = num_tokens * u64::from(self.width);
         let header = Header { kind, num_tokens, num_documents, tokenizer_hash, body_length };
-        let found = match &self.cache {
+        let file = match &self.cache {
             None => MappedFile::open(path, entry)?,
             Some((cache, shard)) => MappedFile::cached(cache, 2 * shard + number, header)?,
         };
-        let found = found.expect(header)?;
-        Ok(mapped.get_or_init(|| found))
+        let file = file.expect(header)?;
+        Ok(mapped.get_or_init(|| file))
     }
 
     pub(super) fn token_bytes(&self, tokens: &Range<u32>) -> Range<usize> {
@@ -205,11 +205,11 @@ impl Shard {
         at(tokens.start)..at(tokens.end)
     }
 
-    /// Where the line lengths of the documents that overlap these tokens are in their file.
+    /// Range of the line file with the line lengths of the documents that overlap these tokens.
     pub(super) fn line_bytes(&self, tokens: &Range<u32>) -> Result<Range<usize>> {
         let ends = self.document_ends()?;
         let first = ends.partition_point(|&end| end <= tokens.start);
-        // One document more: the first one after the range may be read too.
+        // One more document: the first one after the range may be read too.
         let last = (ends.partition_point(|&end| end < tokens.end) + 1).min(ends.len() - 1);
         let start = self.line_offset(first as u64)?;
         let end = if last + 1 < ends.len() {
@@ -231,20 +231,20 @@ impl Shard {
         if ascending && ends.last().map_or(0, |&end| u64::from(end)) == self.num_tokens {
             return Ok(());
         }
-        Err(damaged(file.path(), "the document table contradicts the number of tokens".into()))
+        Err(damaged(file.path(), "the document table does not match the number of tokens".into()))
     }
 
     fn out_of_range(&self, start: u64, count: usize) -> Error {
         let (tokens, documents) = (self.num_tokens, self.num_documents);
         let path = self.files[0].path.display();
         Error::Input(format!(
-            "{path}: {count} from {start} is outside its {tokens} tokens in {documents} documents"
+            "{path}: {count} from {start} is outside its {tokens} tokens and {documents} documents"
         ))
     }
 }
 
-/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large. The state is that of a number that the
-/// next bytes continue: its value so far, and the bits of it.
+/// Appends all unsigned LEB128 numbers in `bytes`; `None` if one is too large. The state belongs to a number that the
+/// next bytes continue: its value so far, and its number of bits.
 fn decode_lengths(bytes: &[u8], state: &mut (u32, u32), lengths: &mut Vec<u32>) -> Option<()> {
     let (mut value, mut shift) = *state;
     for &byte in bytes {
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn line_lengths_decode() {
+    fn line_lengths_are_decoded() {
         let bytes = [0, 5, 0x80, 1, 0xff, 0xff, 0xff, 0xff, 0x0f];
         for cut in 0..bytes.len() {
             let (mut lengths, mut state) = (vec![7], (0, 0));

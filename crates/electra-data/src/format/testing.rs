@@ -41,7 +41,7 @@ pub(crate) fn rewrite_manifest(dir: &Path, change: impl FnOnce(&mut Manifest)) {
     std::fs::write(dir.join(MANIFEST), manifest.seal().canonical()).unwrap();
 }
 
-/// Changes a shard's file and recomputes its checksums, those in the manifest included.
+/// Changes a shard's file and recomputes its checksums, also in the manifest.
 pub(crate) fn forge(dir: &Path, shard: usize, lines: bool, change: impl FnOnce(&mut [u8])) {
     rewrite_manifest(dir, |manifest| {
         let entry = &mut manifest.shards[shard];

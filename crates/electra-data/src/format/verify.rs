@@ -21,13 +21,13 @@ const CHUNK_TOKENS: usize = 1 << 15;
 pub struct Verified {
     pub num_files: u64,
     pub num_bytes: u64,
-    /// One line per damaged block, table or file: path, what is wrong, remedy.
+    /// One line per damaged block, table or file: path, problem, remedy.
     pub damaged: Vec<String>,
 }
 
-/// Verifies every checksum, length and table of a corpus and of its validation split.
+/// Verifies every checksum, length and table of a corpus and of its validation set.
 ///
-/// Damage to files is collected; a manifest that is missing or damaged is an error.
+/// Damage to files is collected; a missing or damaged manifest is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
     let verifier = Verifier::open(dir)?;
     let mut verified = Verified::default();
@@ -81,7 +81,7 @@ impl Verifier {
         Ok(())
     }
 
-    /// A shard in a store gets a cache of its own, which is then removed: a corpus may be larger than the disk.
+    /// A shard in a store gets a separate cache, removed afterwards: a corpus may be larger than the disk.
     fn check_shard(&self, number: usize) -> Vec<Error> {
         let entry = &self.manifest.shards[number];
         let shard = match &self.store {
@@ -98,7 +98,7 @@ impl Verifier {
                 }
             }
         };
-        // What is read of a store stays mapped, since it is read again below.
+        // Blocks read from a store stay mapped, since they are read again below.
         let (mut errors, _pins) = check_file(shard.tokens());
         let (more, _more_pins) = check_file(shard.lines());
         errors.extend(more);
@@ -112,7 +112,7 @@ impl Verifier {
 
 fn check_file(file: Result<&MappedFile>) -> (Vec<Error>, Option<Pins>) {
     let (file, (blocks, pins)) = match file.and_then(|file| Ok((file, file.damaged_blocks()?))) {
-        Ok(found) => found,
+        Ok(file) => file,
         Err(error) => return (vec![error], None),
     };
     let count = file.layout.num_blocks;
@@ -120,7 +120,7 @@ fn check_file(file: Result<&MappedFile>) -> (Vec<Error>, Option<Pins>) {
     (blocks.into_iter().map(error).collect(), pins)
 }
 
-/// The lines of every document must add up to its length.
+/// The line lengths of every document must add up to its length.
 fn check_tables(shard: &Shard) -> Result<()> {
     let mut start = 0;
     for (document, &end) in shard.document_ends()?.iter().enumerate() {

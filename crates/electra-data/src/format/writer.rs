@@ -13,9 +13,9 @@ pub(crate) struct ShardSpec {
     pub width: u16,
     pub tokenizer_hash: u64,
     pub tag: String,
-    /// A shard ends at the first document boundary after this many tokens …
+    /// A shard ends at the first document boundary after `max_tokens` tokens …
     pub max_tokens: u64,
-    /// … or this many documents, which bounds the tables kept in memory while writing.
+    /// … or `max_documents` documents, which bounds the tables kept in memory while writing.
     pub max_documents: usize,
 }
 
@@ -61,7 +61,7 @@ impl DocumentWriter {
         Ok(has_tokens)
     }
 
-    /// Finishes the last shard; returns the entries of all shards, which are durable now.
+    /// Finishes the last shard; returns the entries of all shards, which are now durable.
     pub fn finish(mut self) -> Result<Vec<ShardEntry>> {
         self.finish_shard()?;
         Ok(self.shards)
@@ -182,7 +182,7 @@ pub(super) fn leb128(value: u32) -> impl Iterator<Item = u8> {
 struct BlockWriter {
     output: AtomicFile,
     block: Vec<u8>,
-    /// Block 0, kept because the header is known only at the end.
+    /// Block 0, held back because the header is known only at the end.
     first: Vec<u8>,
     hashes: Vec<u64>,
     position: u64,
@@ -196,7 +196,7 @@ impl BlockWriter {
         Ok(Self { output, block, first: Vec::new(), hashes: Vec::new(), position: HEADER_BYTES as u64 })
     }
 
-    /// Writes ids of N bytes each, as many at a time as fit into the block. N divides the block size.
+    /// Writes ids of N bytes, in batches that fit into the block. N divides the block size.
     fn write_all<const N: usize>(&mut self, ids: &[u32], to_bytes: impl Fn(u32) -> [u8; N]) -> Result<()> {
         self.position += (N * ids.len()) as u64;
         let mut rest = ids;

@@ -19,15 +19,15 @@ use super::read_options::ReadOptions;
 use super::tables::{ColumnPath, send_row, text_columns, unreadable};
 use crate::error::{Error, Result};
 
-/// The most bytes that a batch may decompress to: the larger of the first number and the second times its size.
+/// Limit of a batch's decompressed size: the larger of the first number and the second times the batch's size.
 const MAX_DECOMPRESSED: (u64, u64) = (1 << 30, 100);
 
 const FILE_MAGIC: &[u8] = b"ARROW1\0\0";
 
 type ArrowResult<T> = std::result::Result<T, ArrowError>;
 
-/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. For a part of a
-/// file, only the batches that begin in it are read; a stream can be read only from its start.
+/// Sends each row of an Arrow IPC stream or file (a stream between two magic numbers) as a document. From a part of a
+/// file, reads only the batches that begin in it; a stream can be read only from its start.
 pub(super) fn read_arrow(source: Source, to: &mut Batcher) -> Result<()> {
     let Source { file, part, reading, bytes } = source;
     if let Some(part) = part {
@@ -49,7 +49,7 @@ pub(super) fn read_arrow(source: Source, to: &mut Batcher) -> Result<()> {
     }
     if start.starts_with(b"FEA1") {
         let remedy = "write it again with pyarrow.feather.write_feather";
-        return Err(Error::at(&file.path, format!("Feather of version 1, which is not Arrow; {remedy}")));
+        return Err(Error::at(&file.path, format!("Feather version 1 is not supported; {remedy}")));
     }
     let mut input = Cursor::new(start).chain(input);
     let (columns, mut decoder) = open_batches(file, &mut input, reading)?;
@@ -79,7 +79,7 @@ fn read_arrow_batches(source: Source, part: &Part, to: &mut Batcher) -> Result<(
         read(block).map_err(damaged)?;
     }
     for block in batches {
-        // A damaged offset still belongs to one part, whose reader fails.
+        // A damaged offset also belongs to one part, whose reader fails.
         if part.contains(block.0.min(file.size.saturating_sub(1))) {
             if let Some(batch) = read(block).map_err(damaged)? {
                 send_rows(file, &columns, &batch, to)?;
@@ -90,7 +90,7 @@ fn read_arrow_batches(source: Source, part: &Part, to: &mut Batcher) -> Result<(
     Ok(())
 }
 
-/// The columns of text and a decoder of those that have them, from the schema that a stream begins with.
+/// The text columns and a decoder for batches with them, from the schema at the start of a stream.
 fn open_batches(
     file: &InputFile,
     input: &mut impl Read,
@@ -104,7 +104,7 @@ fn open_batches(
         let (schema, version) =
             schema.ok_or_else(|| ArrowError::IpcError("the schema is missing".to_owned()))?;
         if !schema.endianness().equals_to_target_endianness() {
-            return Err(ArrowError::IpcError("its byte order is not this machine's".to_owned()));
+            return Err(ArrowError::IpcError("its byte order differs from this machine's".to_owned()));
         }
         Ok((Arc::new(try_fb_to_schema(schema)?), version))
     };
@@ -147,7 +147,7 @@ struct Message {
 }
 
 impl Message {
-    /// Reads the next message; `None` at the end of the stream. Allocates only for bytes that exist, whatever it says.
+    /// Reads the next message; `None` at the end of the stream. Allocates only for bytes that exist, whatever length it claims.
     fn read(input: &mut impl Read) -> ArrowResult<Option<Self>> {
         let mut bytes = Vec::new();
         take(input, 4, &mut bytes)?;
@@ -189,14 +189,15 @@ impl Message {
 }
 
 fn take(input: &mut impl Read, length: i64, to: &mut Vec<u8>) -> ArrowResult<()> {
-    let length = u64::try_from(length).map_err(|_| ArrowError::IpcError(format!("a length is {length}")))?;
+    let length =
+        u64::try_from(length).map_err(|_| ArrowError::IpcError(format!("negative length {length}")))?;
     if input.take(length).read_to_end(to)? as u64 == length {
         return Ok(());
     }
-    Err(ArrowError::IpcError("it is cut off: the mark of its end is missing".to_owned()))
+    Err(ArrowError::IpcError("truncated: its end marker is missing".to_owned()))
 }
 
-/// Rejects a batch that claims to decompress to far more: each buffer begins with its decompressed length.
+/// Rejects a batch that would decompress to far more bytes: each buffer begins with its decompressed length.
 fn check_decompressed(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowResult<()> {
     let decompressed = |buffer: &arrow_ipc::Buffer| {
         let length = body.get(usize::try_from(buffer.offset()).ok()?..)?.first_chunk()?;
@@ -213,14 +214,14 @@ fn check_decompressed(batch: &arrow_ipc::RecordBatch<'_>, body: &[u8]) -> ArrowR
 }
 
 fn send_rows(file: &InputFile, columns: &[ColumnPath], batch: &RecordBatch, to: &mut Batcher) -> Result<()> {
-    let damaged = |what: &str| unreadable(file, "table", &what);
+    let damaged = |problem: &str| unreadable(file, "table", &problem);
     let columns = columns.iter().map(|path| TextColumn::at_path(path, batch)).collect::<Option<Vec<_>>>();
-    let columns = columns.ok_or_else(|| damaged("a batch has another type of column"))?;
+    let columns = columns.ok_or_else(|| damaged("a batch does not have the schema's column types"))?;
     let mut texts = Vec::with_capacity(columns.len());
     for row in 0..batch.num_rows() {
         texts.clear();
         for column in &columns {
-            texts.extend(column.at(row).ok_or_else(|| damaged("a key is beyond its dictionary"))?);
+            texts.extend(column.at(row).ok_or_else(|| damaged("a key is outside its dictionary"))?);
         }
         send_row(&texts, to)?;
     }

@@ -1,10 +1,10 @@
 //! Input groups, the unit of resuming and of partitions: consecutive files, or a part of a huge file.
 //!
 //! Which files form a group depends on their names and sizes alone, so every machine forms the same groups without
-//! opening a file. A part is a range of bytes; what is read for it follows a rule on which the readers of neighboring
-//! parts agree without communicating: text begins at the first line (blank line) that ends (begins) at or after the
-//! part's first byte; a row group or record batch belongs to the part that contains its first byte. So a part may turn
-//! out empty, and nothing is read twice.
+//! opening a file. A part is a range of bytes; its text follows a rule on which the readers of neighboring
+//! parts agree without communicating: it begins at the first line (blank line) that ends (begins) at or after the
+//! part's first byte; a row group or record batch belongs to the part that contains its first byte. So a part may be
+//! empty, and nothing is read twice.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -18,9 +18,9 @@ use super::read_options::{DocumentSeparator, InputFormat, ReadOptions};
 use super::text::FRAGMENT_BYTES;
 use crate::error::Result;
 
-/// Consecutive files form one input group until they hold this many bytes.
+/// Bytes at which a group of consecutive files is complete.
 const GROUP_BYTES: u64 = 4 << 20;
-/// A larger file is divided into parts of at most this size, where its format allows.
+/// A larger file is divided into parts of at most this size, if its format allows.
 pub(crate) const PART_BYTES: u64 = 512 << 20;
 
 #[derive(Clone, Copy)]
@@ -53,7 +53,7 @@ impl InputGroup {
 }
 
 impl Inputs {
-    /// The input groups: consecutive files of at least 4 MiB together, and parts of at most `part_bytes`.
+    /// The input groups: consecutive files of at least 4 MiB in total, and parts of at most `part_bytes`.
     pub fn input_groups(&self, reading: &ReadOptions, part_bytes: u64) -> Vec<InputGroup> {
         let (mut groups, mut start, mut bytes) = (Vec::new(), 0, 0);
         for (index, file) in self.files.iter().enumerate() {
@@ -78,7 +78,7 @@ impl Inputs {
 }
 
 impl InputFile {
-    /// Whether it is read in parts, judging by its name and size.
+    /// Whether the file is read in parts, by its name and size.
     pub fn is_divided(&self, reading: &ReadOptions, part_bytes: u64) -> bool {
         let is_whole = match self.format {
             InputFormat::Text => reading.separator == DocumentSeparator::File,
@@ -89,7 +89,7 @@ impl InputFile {
 }
 
 impl Part {
-    /// Whether it begins the file. If the file turns out to be indivisible, the first part's reader reads all of it.
+    /// Whether this is the file's first part. If the file turns out to be indivisible, the first part's reader reads all of it.
     pub fn is_first(&self) -> bool {
         self.start == 0
     }
@@ -109,18 +109,18 @@ fn parts(size: u64, part_bytes: u64) -> impl Iterator<Item = Part> {
 pub(super) enum SplitPoint {
     /// After the first "\n" at or after the nominal offset.
     Line,
-    /// Before the first blank line that begins at or after it. Lines as long as a fragment do not count, even
-    /// if blank: whether their fragments are found blank depends on the buffer.
+    /// Before the first blank line that begins at or after the nominal offset. Lines as long as a fragment do not count,
+    /// even if blank: whether their fragments appear blank depends on the buffer.
     BlankLine,
 }
 
 impl SplitPoint {
-    /// The bytes of text to read for a part, `None` if there are none. The lines must end in "\n".
+    /// The range of a part's text, `None` if it is empty. The lines must end in "\n".
     pub fn text_of(self, part: &Part, file: &InputFile) -> Result<Option<Range<u64>>> {
         let failed = |e| file.unreadable(&e);
         let mut input = BufReader::new(file.raw()?);
         let mut find = |from, limit| self.find(&mut input, from, limit).map_err(failed);
-        // A boundary beyond the part is the next part's boundary, too: so this part is empty.
+        // A boundary beyond the part is also the next part's boundary, so this part is empty.
         let Some(start) = find(part.start, part.end)? else { return Ok(None) };
         let end = if part.end < file.size { find(part.end, u64::MAX)? } else { None };
         Ok(Some(start..end.unwrap_or(file.size)))
@@ -146,15 +146,15 @@ impl SplitPoint {
     }
 }
 
-/// The offset after the next "\n", given the current offset; `None` if there is none before `limit`.
+/// The offset after the next "\n" from the offset `at`; `None` if there is none before `limit`.
 fn after_newline(input: &mut impl BufRead, mut at: u64, limit: u64) -> std::io::Result<Option<u64>> {
     loop {
         let chunk = input.fill_buf()?;
         if chunk.is_empty() || at >= limit {
             return Ok(None);
         }
-        let (found, length) = (memchr::memchr(b'\n', chunk), chunk.len());
-        if let Some(newline) = found {
+        let length = chunk.len();
+        if let Some(newline) = memchr::memchr(b'\n', chunk) {
             input.consume(newline + 1);
             let newline = at + newline as u64;
             return Ok((newline < limit).then_some(newline + 1));
@@ -164,7 +164,7 @@ fn after_newline(input: &mut impl BufRead, mut at: u64, limit: u64) -> std::io::
     }
 }
 
-/// The offset of the next blank line that begins before `limit`, given that of the current line.
+/// The offset of the next blank line that begins before `limit`, from a line that begins at `start`.
 fn blank_line(input: &mut impl BufRead, mut start: u64, limit: u64) -> std::io::Result<Option<u64>> {
     let mut line = Vec::new();
     while start < limit {

@@ -1,4 +1,4 @@
-//! A file read in parts gives the same documents, skipped records and errors as when it is read whole.
+//! Reading a file in parts gives the same documents, skipped records and errors as reading it whole.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
         }
         Ok(())
     };
-    let (mut found, mut document): (Found, String) = ((Vec::new(), Vec::new()), String::new());
+    let (mut outcome, mut document): (Found, String) = ((Vec::new(), Vec::new()), String::new());
     let work = |batch: TextBatch| {
         Ok(batch.texts().map(|text| (text.text.to_owned(), text.mark.clone())).collect::<Vec<_>>())
     };
@@ -42,9 +42,9 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
             match mark {
                 Mark::Partial => {}
                 Mark::Line => document.push('\n'),
-                Mark::Begin(_) => found.0.push(Vec::new()),
-                Mark::Document => found.0.last_mut().unwrap().push(std::mem::take(&mut document)),
-                Mark::InputGroup(end) => found.1.extend(end.skipped),
+                Mark::Begin(_) => outcome.0.push(Vec::new()),
+                Mark::Document => outcome.0.last_mut().unwrap().push(std::mem::take(&mut document)),
+                Mark::InputGroup(end) => outcome.1.extend(end.skipped),
             }
         }
         Ok(())
@@ -52,16 +52,16 @@ fn read(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Result<Found> {
     let skips = SkipLog::new(reading.skip_bad_rows, 0);
     let intake = Intake { skips, ..Intake::everything(Cut::Blanks) };
     with_workers(1, 1, || work, |workers| workers.run_pipeline(intake, read, consume))?;
-    Ok(found)
+    Ok(outcome)
 }
 
 /// Compares a file in parts with the whole file; returns the number of documents in each part.
 fn compare(path: &Path, reading: &ReadOptions, part_bytes: u64) -> Vec<usize> {
-    let flat = |found: Result<Found>| {
-        found.map(|(groups, skipped)| (groups.concat(), skipped)).map_err(|e| e.to_string())
+    let flat = |outcome: Result<Found>| {
+        outcome.map(|(groups, skipped)| (groups.concat(), skipped)).map_err(|e| e.to_string())
     };
     let parts = read(path, reading, part_bytes);
-    let counts = parts.as_ref().map_or(Vec::new(), |found| found.0.iter().map(Vec::len).collect());
+    let counts = parts.as_ref().map_or(Vec::new(), |outcome| outcome.0.iter().map(Vec::len).collect());
     let (parts, whole) = (flat(parts), flat(read(path, reading, u64::MAX)));
     let differ =
         || format!("in parts of {part_bytes}: {:.300} … {:.300}", format!("{parts:?}"), format!("{whole:?}"));
@@ -79,13 +79,13 @@ fn separated_by(separator: DocumentSeparator) -> ReadOptions {
     ReadOptions { separator, ..ReadOptions::default() }
 }
 
-/// Texts of what is hard to divide: blanks on blank lines, line ends of all kinds, marks, invalid bytes.
+/// Texts that are hard to divide: spaces on blank lines, line ends of all kinds, byte order marks, invalid bytes.
 fn ugly_text() -> impl Strategy<Value = Vec<u8>> {
     let pieces = "a|word two|\n|\n\n|\r\n|\r\n\r\n| \n|\t\r\n|\r|x\n|long line of words\n|\u{3000}\n|\u{85}|\u{feff}|é";
     let pieces: Vec<_> = pieces.split('|').collect();
     let text =
         prop::collection::vec(prop::sample::select(pieces), 0..50).prop_map(|all| all.concat().into_bytes());
-    // Sometimes with a mark before, invalid bytes after, line ends of old Macs, or as UTF-16.
+    // Sometimes with a byte order mark before, invalid bytes after, line ends of old Macs, or as UTF-16.
     (text, any::<bool>(), 0..8_u8).prop_map(|(mut text, has_mark, kind)| {
         if has_mark {
             text.splice(0..0, *b"\xef\xbb\xbf");
@@ -108,7 +108,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn text_in_parts_is_the_same_text(text in ugly_text(), part_bytes in 1..60_u64, replace in any::<bool>()) {
+    fn text_in_parts_equals_whole_text(text in ugly_text(), part_bytes in 1..60_u64, replace in any::<bool>()) {
         let dir = tempfile::tempdir().unwrap();
         let path = file(&dir, "a.txt", text);
         let invalid_utf8 = if replace { InvalidUtf8::Replace } else { InvalidUtf8::Error };
@@ -118,7 +118,7 @@ proptest! {
     }
 
     #[test]
-    fn records_in_parts_are_the_same_records(
+    fn records_in_parts_equal_whole_records(
         lines in prop::collection::vec(prop::sample::select(vec![
             "{\"text\": \"a\"}", "{\"text\": \"b\\nc\"}", "", " ", "{\"text\"", "{\"body\": 1}", "{\"text\": 5}\r",
             "\u{feff}{\"text\": \"d\"}", "{\"text\": \"a longer text\", \"id\": [1, 2]}", "\u{0}",
@@ -137,13 +137,13 @@ proptest! {
 }
 
 #[test]
-fn every_document_is_in_the_part_in_which_it_belongs() {
+fn each_document_is_in_the_part_where_it_begins() {
     let dir = tempfile::tempdir().unwrap();
     let text: String = (0..100).map(|n| format!("document {n:03}\n\n")).collect();
     let counts = compare(&file(&dir, "a.txt", &text), &separated_by(DocumentSeparator::BlankLine), 300);
     assert_eq!((counts.len(), counts.iter().sum::<usize>()), (5, 100));
     assert!(counts.iter().all(|&count| (18..=22).contains(&count)), "{counts:?}");
-    // A document over several parts belongs to the first of them, and the parts within it are empty.
+    // A document that spans several parts belongs to the first one, and the parts within it are empty.
     let long = format!("{text}{}\n\n{text}", "word\n".repeat(400));
     let counts = compare(&file(&dir, "b.txt", long), &separated_by(DocumentSeparator::BlankLine), 300);
     assert!(counts[6..11].iter().all(|&count| count == 0), "{counts:?}");
@@ -151,7 +151,7 @@ fn every_document_is_in_the_part_in_which_it_belongs() {
 }
 
 #[test]
-fn endless_lines_are_cut_at_the_same_places() {
+fn very_long_lines_are_cut_at_the_same_places() {
     let dir = tempfile::tempdir().unwrap();
     let blanks = |kib: usize| " ".repeat(kib << 10);
     for kib in [63, 64, 100, 250, 600] {
@@ -181,7 +181,7 @@ fn batches(rows: usize, rows_per_batch: usize) -> Vec<RecordBatch> {
     texts.chunks(rows_per_batch).map(batch).collect()
 }
 
-/// Writes columns of text, in row groups of so many rows, and pages of 64 KiB.
+/// Writes columns of text, in row groups of `rows_per_group` rows and pages of 64 KiB.
 fn write_parquet(path: &Path, columns: &[(&str, Vec<String>)], rows_per_group: usize) {
     let fields: String = columns.iter().map(|(name, _)| format!("required binary {name} (UTF8); ")).collect();
     let schema = Arc::new(parse_message_type(&format!("message m {{ {fields} }}")).unwrap());
@@ -208,11 +208,11 @@ fn odd_or_even(row: usize) -> String {
 }
 
 #[test]
-fn a_table_in_a_store_is_read_once_and_ahead() {
+fn stored_table_is_prefetched_and_read_once() {
     let (dir, delay) = (tempfile::tempdir().unwrap(), std::time::Duration::from_millis(30));
     let text = |row: usize| (0..300).map(|n| format!("{} ", row * n)).collect();
     let server = TestServer::start(dir.path());
-    // Row groups of many pages, many small row groups, and a small file; with a column that is not read.
+    // Row groups of many pages, many small row groups, and a small file, each with a column that is not read.
     for (rows, rows_per_group, fields, requests) in [
         (3_000, 1_000, &["text"][..], 10),
         (1_500, 50, &["other", "text"][..], 65),
@@ -254,7 +254,7 @@ fn tables_are_divided_between_row_groups_and_batches() {
     let columns =
         [("text", (0..500).map(row_text).collect()), ("other", (0..500).map(odd_or_even).collect())];
     write_parquet(&path("a.parquet"), &columns, 13);
-    // As pyarrow aligns it.
+    // Aligned as by pyarrow.
     let alignment = IpcWriteOptions::try_new(8, false, MetadataVersion::V5).unwrap();
     let mut table = FileWriter::try_new_with_options(create("a.arrow"), &schema, alignment).unwrap();
     let mut stream = StreamWriter::try_new(create("b.arrow"), &schema).unwrap();
@@ -294,9 +294,9 @@ fn only_huge_divisible_files_are_divided() {
         let parts = inputs.input_groups(reading, part_bytes);
         parts.into_iter().map(|g| (g.files, g.part.map_or(0, |part| part.end - part.start))).collect()
     };
-    let found = groups(&ReadOptions::default(), 500);
+    let sizes = groups(&ReadOptions::default(), 500);
     assert_eq!(
-        found,
+        sizes,
         [(0..1, 500), (0..1, 500), (1..2, 0), (2..3, 500), (2..3, 500), (3..4, 0), (4..5, 500), (4..5, 500)]
     );
     assert_eq!(

@@ -39,11 +39,11 @@ pub(crate) fn read_file(
     let result = if is_plain && file.compression == Compression::None {
         read()
     } else {
-        // The libraries that read tables and compressed files panic on some damaged ones.
-        let damaged = |_| Err(Error::at(&file.path, "too damaged to be read; get the file again"));
+        // The libraries for tables and compressed files panic on some damaged files.
+        let damaged = |_| Err(Error::at(&file.path, "too damaged to be read; download the file again"));
         caught(read).unwrap_or_else(damaged)
     };
-    // Checked first: a change explains whatever else went wrong.
+    // Checked first: a change of the file explains any other error.
     file.check_unchanged()?;
     result
 }
@@ -60,7 +60,7 @@ pub(crate) fn read_input_group(
     for file in files {
         read_file(file, part, reading, bytes, to)?;
         to.inputs.extend(InputIdentity::of(file, part, cancel)?);
-        // Otherwise the bytes that were hashed might not be those that were read.
+        // Otherwise the hashed bytes might differ from the bytes read.
         file.check_unchanged()?;
     }
     Ok(())
@@ -68,7 +68,7 @@ pub(crate) fn read_input_group(
 
 type Opened<'a> = (Box<dyn BufRead + 'a>, u64, LineEndings);
 
-/// The text of a file, or of a part of it; `None` for all but the first part of what cannot be divided.
+/// The text of a file, or of a part of it; `None` for all but the first part of an indivisible file.
 fn open_part<'a>(source: Source<'a>, split: SplitPoint, is_json: bool) -> Result<Option<Opened<'a>>> {
     let Source { file, part, bytes, .. } = source;
     match part {

@@ -14,14 +14,14 @@ pub(super) enum Encoding {
 }
 
 impl Encoding {
-    /// The encoding of a file that begins like this, or an error that says how to convert the file.
+    /// The encoding of a file that begins with `head`, or an error with the command that converts the file.
     pub fn of(head: &[u8], path: &Path) -> Result<Self> {
         let head = &head[..head.len().min(HEAD_BYTES)];
         let (name, convert_from) = match head {
             [0xff, 0xfe, 0, 0, ..] | [0, 0, 0xfe, 0xff, ..] => ("UTF-32", "UTF-32"),
             [0xff, 0xfe, ..] => return Ok(Self::Utf16 { big_endian: false }),
             [0xfe, 0xff, ..] => return Ok(Self::Utf16 { big_endian: true }),
-            // Two of each four bytes, side by side, are nearly always 0.
+            // Two adjacent bytes of every four are nearly always 0.
             _ if zeros(head).into_iter().all(|count| count >= 2 && count * 5 >= head.len()) => {
                 let is_big = head.iter().step_by(4).all(|&byte| byte == 0);
                 ("UTF-32 without a byte order mark", if is_big { "UTF-32BE" } else { "UTF-32LE" })
@@ -42,8 +42,8 @@ fn zeros(head: &[u8]) -> [usize; 2] {
     [0, 1].map(|first| head.iter().skip(first).step_by(2).filter(|&&byte| byte == 0).count())
 }
 
-/// The number of plausible characters if the bytes are UTF-16, little-endian or big-endian; 0 if they are not such
-/// text. In UTF-16, spaces, line ends and Latin letters have a zero byte, which text in other encodings does not have.
+/// The number of plausible characters if the bytes are UTF-16, little-endian or big-endian; 0 if they are not UTF-16
+/// text. In UTF-16, spaces, line ends and Latin letters have a zero byte; text in other encodings has none.
 fn utf16_likeness(head: &[u8]) -> [usize; 2] {
     let num_zeros: usize = zeros(head).iter().sum();
     // The head may end within a character.
@@ -53,13 +53,13 @@ fn utf16_likeness(head: &[u8]) -> [usize; 2] {
     }
     [false, true].map(|big_endian| {
         let units = head.as_chunks::<2>().0.iter().map(|&pair| unit(pair, big_endian));
-        let mut found: Vec<char> = char::decode_utf16(units).map(|c| c.unwrap_or('\0')).collect();
-        found.pop(); // its second half may have been cut off
+        let mut characters: Vec<char> = char::decode_utf16(units).map(|c| c.unwrap_or('\0')).collect();
+        characters.pop(); // its second half may be missing
         let makes_sense =
             |c: &&char| c.is_alphanumeric() || c.is_ascii_graphic() || c.is_whitespace() || **c > '\u{2000}';
-        let likely = found.iter().filter(makes_sense).count();
-        let is_text = found.iter().any(char::is_ascii) && !found.contains(&'\0');
-        if is_text && likely * 10 >= found.len() * 9 { likely } else { 0 }
+        let likely = characters.iter().filter(makes_sense).count();
+        let is_text = characters.iter().any(char::is_ascii) && !characters.contains(&'\0');
+        if is_text && likely * 10 >= characters.len() * 9 { likely } else { 0 }
     })
 }
 
@@ -141,15 +141,13 @@ mod tests {
 
     fn decoded(bytes: &[u8], buffer: usize) -> Vec<u8> {
         let Encoding::Utf16 { big_endian } = Encoding::of(bytes, Path::new("x")).unwrap() else { panic!() };
-        let mut found = Vec::new();
-        Utf16Reader::new(BufReader::with_capacity(buffer, bytes), big_endian)
-            .read_to_end(&mut found)
-            .unwrap();
-        found
+        let mut text = Vec::new();
+        Utf16Reader::new(BufReader::with_capacity(buffer, bytes), big_endian).read_to_end(&mut text).unwrap();
+        text
     }
 
     #[test]
-    fn text_with_a_byte_order_mark_is_decoded_whatever_the_buffer() {
+    fn utf16_is_decoded_with_any_buffer_size() {
         let text = "\u{feff}Grüße, 日本語 𝔘 😀\r\nend";
         for bytes_of in [u16::to_le_bytes, u16::to_be_bytes] {
             let bytes = encoded(text, bytes_of);
@@ -165,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn other_encodings_are_refused_with_the_command_that_converts_them() {
+    fn other_encodings_are_refused_with_a_conversion_command() {
         let refusal = |bytes: &[u8]| Encoding::of(bytes, Path::new("a.txt")).unwrap_err().to_string();
         for text in ["cat\ndog", "Привет мир и ещё раз.\n", "一つの、漢字かな交じり文。\n一二三の見本。\n"]
         {

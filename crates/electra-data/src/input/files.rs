@@ -1,6 +1,6 @@
 //! Finding the files that the user names (files, folders, globs), in a fixed order, and opening them.
 //!
-//! `division` forms input groups of them.
+//! `division` forms input groups from these files.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -46,7 +46,7 @@ impl PassedOver {
         for (path, bytes) in files {
             let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
             let (stem, _) = without_compression(&name);
-            let ending = stem.rfind('.').map_or("without an ending", |dot| &name[dot..]);
+            let ending = stem.rfind('.').map_or("without an extension", |dot| &name[dot..]);
             *kinds.entry(ending.to_owned()).or_default() += bytes;
         }
         let mut kinds: Vec<_> = kinds.into_iter().collect();
@@ -57,12 +57,12 @@ impl PassedOver {
 }
 
 impl Inputs {
-    /// Finds all files that `inputs` name, except those in the output folder `except`.
+    /// Finds all files of `inputs`, except files in the output folder `except`.
     ///
-    /// With a format, every file that is not hidden is taken; without one, those with a known extension.
-    /// An error if there are none.
+    /// With a format, takes every file that is not hidden; otherwise, files with a known extension.
+    /// Fails if there are none.
     ///
-    /// A file that ends in `.json` is opened, unless there is a format: its first objects tell whether it holds records.
+    /// Without a format, opens files that end in `.json`: their first objects show whether they hold records.
     pub fn expand(inputs: &[PathBuf], except: Option<&Path>, reading: &ReadOptions) -> Result<Self> {
         let except = except.and_then(|path| match url_of(path) {
             Some(url) => Some(url.into()),
@@ -85,10 +85,11 @@ impl Inputs {
             let reason = match search.skipped.len() {
                 0 => String::new(),
                 n if search.skipped.keys().any(is_json) => {
-                    let json = format!(".json without the text field {fields}; choose it with --text");
-                    format!(" ({n} were found, of other kinds or {json})")
+                    let json =
+                        format!(".json without the text field {fields}; choose another field with --text");
+                    format!(" (found {n} of other kinds or {json})")
                 }
-                n => format!(" ({n} of other kinds were found; known are {KNOWN}; {REMEDY})"),
+                n => format!(" (found {n} of other kinds; supported: {KNOWN}; {REMEDY})"),
             };
             let remedy = "check the path or the glob";
             return Err(Error::Input(format!("No files matched {asked}{reason}; {remedy}")));
@@ -106,7 +107,7 @@ impl Inputs {
         let failed = |path: &Path, error| Error::io(path, error);
         let full = path.canonicalize().map_err(|e| failed(path, e))?;
         let size = full.metadata().map_err(|e| failed(path, e))?.len();
-        // Only a file of the same size can be it: the real paths of the others need not be looked up.
+        // Only a file of the same size can be identical: the real paths of the others need not be resolved.
         for file in self.files.iter().filter(|file| file.size == size && file.object.is_none()) {
             if file.path.canonicalize().map_err(|e| failed(&file.path, e))? == full {
                 return Ok(true);
@@ -155,7 +156,7 @@ impl Search {
         if input.exists() {
             let known = self.add_file(input)?;
             self.named.insert(input.canonicalize().map_err(|e| Error::io(input, e))?);
-            let unknown = || Error::at(input, format!("unknown kind of file; known are {KNOWN}; {REMEDY}"));
+            let unknown = || Error::at(input, format!("unknown kind of file; supported: {KNOWN}; {REMEDY}"));
             return if known { Ok(()) } else { Err(unknown()) };
         }
         let pattern = input.to_string_lossy();
@@ -178,7 +179,7 @@ impl Search {
         Ok(())
     }
 
-    /// Adds everything below a folder except hidden files. Visits each folder once, so that links cannot loop.
+    /// Adds everything below a folder except hidden files. Visits each folder only once, since links can form loops.
     fn add_folder(&mut self, folder: &Path) -> Result<()> {
         let failed = |e| Error::io(folder, e);
         if !self.folders.insert(folder.canonicalize().map_err(failed)?) {
@@ -217,19 +218,20 @@ impl Search {
     fn count_skipped(&mut self, path: &Path) -> Result<()> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if !self.files.contains_key(&full) {
-            self.skipped.insert(full, 0); // its bytes are no text that is missing, but mostly a cache of what is read
+            self.skipped.insert(full, 0); // not counted in bytes: mostly a cache of the data that is read
         }
         Ok(())
     }
 
-    /// Settles how files that end in `.json` are read. Passes over those that hold no records, unless they were named.
+    /// Decides how files that end in `.json` are read. Skips files without records, unless they were named.
     fn look_into_json(&mut self, reading: &ReadOptions) -> Result<()> {
         let unclear: Vec<_> =
             self.files.iter().filter(|(_, file)| file.format == InputFormat::Json && file.regular).collect();
         let layout_of =
             |(key, file): (&PathBuf, &InputFile)| Ok((key.clone(), file.size, layout(file, reading)?));
-        let found: Vec<_> = on_all_cores(|| unclear.into_par_iter().map(layout_of).collect::<Result<_>>())??;
-        for (key, size, layout) in found {
+        let layouts: Vec<_> =
+            on_all_cores(|| unclear.into_par_iter().map(layout_of).collect::<Result<_>>())??;
+        for (key, size, layout) in layouts {
             match layout {
                 Some(format) => {
                     self.files.entry(key).and_modify(|file| file.format = format);
@@ -244,25 +246,26 @@ impl Search {
         Ok(())
     }
 
-    /// Adds a file; `false` if its extension is unknown. A device may never end, and a Parquet file is read from its end.
+    /// Adds a file; `false` if its extension is unknown. Rejects devices, which may never end, and Parquet from a pipe,
+    /// because it is read from its end.
     fn add_file(&mut self, path: &Path) -> Result<bool> {
         let full = path.canonicalize().map_err(|e| Error::io(path, e))?;
         if self.except.as_ref().is_some_and(|folder| full.starts_with(folder)) {
             return Ok(true);
         }
-        let found = full.metadata().map_err(|e| Error::io(path, e))?;
+        let metadata = full.metadata().map_err(|e| Error::io(path, e))?;
         let Some((format, compression)) = kind_of(path, self.format) else {
-            self.skipped.insert(full, found.len());
+            self.skipped.insert(full, metadata.len());
             return Ok(false);
         };
-        if let Some(kind) = special_kind(&found)
+        if let Some(kind) = special_kind(&metadata)
             && (kind != "a pipe" || format == InputFormat::Parquet)
         {
-            let reason = "where a regular file is needed; copy what it holds to a file";
-            return Err(Error::at(path, format!("{kind}, {reason}")));
+            let reason = "must be a regular file; copy its contents to one";
+            return Err(Error::at(path, format!("{kind}: {reason}")));
         }
-        let file = InputFile::new(path, &full, found.len(), (format, compression));
-        let (regular, modified) = (found.is_file(), found.modified().ok());
+        let file = InputFile::new(path, &full, metadata.len(), (format, compression));
+        let (regular, modified) = (metadata.is_file(), metadata.modified().ok());
         self.files.insert(full, InputFile { regular, modified, ..file });
         Ok(true)
     }

@@ -1,4 +1,4 @@
-//! What identifies the content of an input, so that one that has changed since it was read is noticed: size,
+//! The identity of an input's content, to detect a change since it was read: size,
 //! modification time, a hash of its beginning, middle and end, and a hash of all of it. Objects in stores have an
 //! ETag instead of hashes; pipes have no identity.
 
@@ -28,10 +28,10 @@ pub(crate) struct InputIdentity {
     modified: Option<i64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     etag: Option<String>,
-    /// xxh3-128 of three samples of the file, hexadecimal, or of all of it if it is no longer than they are.
+    /// xxh3-128 of three samples of the file, hexadecimal, or of the whole file if it is no longer than the samples.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     samples: Option<String>,
-    /// xxh3-128 of the file or part, hexadecimal, unless the samples cover all of the file. That of a part begins one
+    /// xxh3-128 of the file or part, hexadecimal, unless the samples cover the whole file. The hash of a part begins one
     /// byte earlier, because whether a line begins with the part depends on that byte.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     content: Option<String>,
@@ -40,15 +40,16 @@ pub(crate) struct InputIdentity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Comparison {
     Same,
-    /// The file was written to, but the bytes of this part are the same.
+    /// The file was modified, but the bytes of this part are the same.
     SamePart,
     Changed,
-    /// The content was to be compared, but no hash of it was recorded.
+    /// The content should be compared, but no hash of it was recorded.
     Unknown,
 }
 
 impl InputIdentity {
-    /// The identity of what was just read, by reading it again: most formats are not read in order. `None` for a pipe.
+    /// The identity of a file that was just read. Reads it again, because most formats are not read in order. `None` for
+    /// a pipe.
     pub fn of(file: &InputFile, part: Option<&Part>, cancel: &Cancel) -> Result<Option<Self>> {
         if !file.regular {
             return Ok(None);
@@ -69,7 +70,7 @@ impl InputIdentity {
         Ok(Self { file: file_name, part, bytes, modified, etag, samples, content: None })
     }
 
-    /// Compares the file with this record; its whole content if the modification time differs, or with `verify`.
+    /// Compares the file with this record, including its whole content if the modification time differs or with `verify`.
     pub fn compare(&self, file: &InputFile, verify: bool, cancel: &Cancel) -> Result<Comparison> {
         if file.size != self.bytes {
             return Ok(Comparison::Changed);
@@ -168,7 +169,7 @@ mod tests {
         InputFile { modified: metadata.modified().ok(), ..InputFile::new(path, path, metadata.len(), kind) }
     }
 
-    /// How a file compares with its identity after one byte was changed and its time moved by so many seconds.
+    /// Compares a file with its identity after changing one byte and moving its time by `seconds`.
     fn after_a_change(at: u64, part: Option<&Part>, seconds: u64, verify: bool) -> Comparison {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");
@@ -182,18 +183,18 @@ mod tests {
     }
 
     #[test]
-    fn a_change_in_a_sample_is_noticed_at_any_time_and_elsewhere_by_time_or_on_request() {
+    fn change_outside_samples_is_found_by_time_or_with_verify() {
         use Comparison::{Changed, Same, SamePart};
         let (middle, end) = ((SIZE - SAMPLE_BYTES) / 2, SIZE - SAMPLE_BYTES);
         for at in [0, middle, end].into_iter().flat_map(|start| [start, start + SAMPLE_BYTES - 1]) {
             assert_eq!(after_a_change(at, None, 0, false), Changed, "{at}");
         }
         for at in [SAMPLE_BYTES, middle - 1, middle + SAMPLE_BYTES, end - 1] {
-            let found =
+            let results =
                 [(0, false), (0, true), (1, false)].map(|(s, verify)| after_a_change(at, None, s, verify));
-            assert_eq!(found, [Same, Changed, Changed], "{at}");
+            assert_eq!(results, [Same, Changed, Changed], "{at}");
         }
-        // A part has the byte before it, too.
+        // A part's hash includes the byte before it.
         let part = Part { start: 100_000, end: 200_000 };
         for (at, expected) in [(99_998, SamePart), (99_999, Changed), (199_999, Changed), (200_000, SamePart)]
         {

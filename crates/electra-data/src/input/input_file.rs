@@ -34,13 +34,13 @@ impl Compression {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Whether compressed data can begin like this: `head` may be shorter than the magic bytes.
+    /// Whether compressed data can begin with `head`, which may be shorter than the magic bytes.
     fn may_begin_with(self, head: &[u8]) -> bool {
-        let begins = |magic: &[u8]| head.iter().zip(magic).all(|(found, expected)| found == expected);
+        let begins = |magic: &[u8]| head.iter().zip(magic).all(|(byte, expected)| byte == expected);
         match self {
             Self::None => true,
             Self::Gzip => begins(&[0x1f, 0x8b]),
-            // A data frame, or a skippable frame, which parallel compressors write first.
+            // A data frame, or the skippable frame that parallel compressors write first.
             Self::Zstd => {
                 begins(&[0x28, 0xb5, 0x2f, 0xfd])
                     || (0x50..=0x5f).any(|kind| begins(&[kind, 0x2a, 0x4d, 0x18]))
@@ -50,14 +50,14 @@ impl Compression {
     }
 }
 
-/// One file to read. Serialized, it tells a process on another machine what to read.
+/// One file to read. It is serialized for processes on other machines.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct InputFile {
     pub path: PathBuf,
-    /// The path relative to the common parent of all inputs: the same on every machine.
+    /// The path relative to the common parent of all inputs, which is the same on every machine.
     pub name: String,
     pub size: u64,
-    /// Whether it is a regular file, which can be read more than once, unlike a pipe.
+    /// Whether it is a regular file, which unlike a pipe can be read more than once.
     pub regular: bool,
     pub modified: Option<SystemTime>,
     pub format: InputFormat,
@@ -130,7 +130,7 @@ impl InputFile {
     pub fn open_text<'a>(&self, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
         let mut input = self.open(bytes)?;
         let mut head = input.fill_buf().map_err(|e| self.unreadable(&e))?.to_vec();
-        // Chunks end at their usual offsets, except for a pipe whose first read is shorter than a byte order mark.
+        // Chunks end at the usual offsets, except for a pipe whose first read is shorter than a byte order mark.
         if head.len() < 4 {
             input.consume(head.len());
             let rest = &mut input.by_ref().take(HEAD_BYTES as u64);
@@ -143,10 +143,10 @@ impl InputFile {
         }
     }
 
-    /// These bytes of an uncompressed file; `bytes` counts those read from disk.
+    /// A range of an uncompressed file; `bytes` counts the bytes read from disk.
     ///
-    /// Chunks end at the same offsets as when the whole file is read, because very long lines are cut by what
-    /// is in the buffer.
+    /// Chunks end at the same offsets as when the whole file is read, because very long lines are cut according to
+    /// the content of the buffer.
     pub fn open_range<'a>(&self, range: &Range<u64>, bytes: &'a AtomicU64) -> Result<Box<dyn BufRead + 'a>> {
         let failed = |e| self.unreadable(&e);
         let mut before = range.start % BUFFER_BYTES as u64;
@@ -178,20 +178,23 @@ impl InputFile {
         Ok(RawFile::Local(unpacked))
     }
 
-    /// Fails if the file changed since it was listed, because what was read may be a mix of old and new. For an object,
-    /// fails with the store's error: a store refuses to send bytes of a version other than the listed one.
+    /// Fails if the file changed since it was listed, because the bytes read may be a mix of old and new ones. For an object,
+    /// fails with the store's error: a store refuses to send bytes of any version but the listed one.
     pub fn check_unchanged(&self) -> Result<()> {
         if let Some(object) = &self.object {
             return object.failure().map_or(Ok(()), Err);
         }
-        let what = match std::fs::metadata(&self.path) {
+        let change = match std::fs::metadata(&self.path) {
             Ok(now) if now.len() == self.size && now.modified().ok() == self.modified => return Ok(()),
-            Ok(now) if now.len() == self.size => "was written to".to_owned(),
-            Ok(now) => format!("went from {} to {} bytes", self.size, now.len()),
+            Ok(now) if now.len() == self.size => "was modified".to_owned(),
+            Ok(now) => format!("changed from {} to {} bytes", self.size, now.len()),
             Err(error) if error.kind() == NotFound => "disappeared".to_owned(),
             Err(error) => return Err(Error::io(&self.path, error)),
         };
-        Err(Error::at(&self.path, format!("{what} while it was in use; run again when nothing changes it")))
+        Err(Error::at(
+            &self.path,
+            format!("{change} while in use; run again once no other program is writing to it"),
+        ))
     }
 
     pub fn unreadable(&self, error: &std::io::Error) -> Error {
@@ -201,12 +204,12 @@ impl InputFile {
         if error.raw_os_error().is_some() || self.compression == Compression::None {
             return Error::io(&self.path, std::io::Error::new(error.kind(), error.to_string()));
         }
-        let what = match (error.kind(), remedy_of(error)) {
-            (std::io::ErrorKind::UnexpectedEof, _) => "is cut off; get the file again".to_owned(),
+        let problem = match (error.kind(), remedy_of(error)) {
+            (std::io::ErrorKind::UnexpectedEof, _) => "is truncated; download the file again".to_owned(),
             (_, Some(remedy)) if self.compression == Compression::Zstd => remedy,
-            _ => format!("cannot be unpacked ({error}); get the file again"),
+            _ => format!("cannot be decompressed ({error}); download the file again"),
         };
-        Error::at(&self.path, format!("the {} data {what}", self.compression.name()))
+        Error::at(&self.path, format!("the {} data {problem}", self.compression.name()))
     }
 }
 

@@ -1,4 +1,4 @@
-//! JSON records: the wanted fields of an object, and what is wrong with it.
+//! JSON records: the wanted fields of an object, and its errors.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use crate::error::Error;
 
 #[derive(Clone, Debug)]
 pub(super) struct BadRecord {
-    /// Lines from the record's first one, and the column; `None` if it is the record as a whole.
+    /// Line (0 is the record's first) and column; `None` if the whole record is bad.
     position: Option<(usize, usize)>,
     reason: String,
     remedy: &'static str,
@@ -57,43 +57,42 @@ pub(super) fn parse_record<'a>(
     reading: &ReadOptions,
 ) -> std::result::Result<Cow<'a, str>, BadRecord> {
     let fields = &reading.text_fields;
-    if let Ok(found) = deserialize(record, fields) {
-        return joined(found, fields, record);
+    if let Ok(values) = deserialize(record, fields) {
+        return joined(values, fields, record);
     }
     let read = |half| {
         let plain = plain(record, half);
-        let found = deserialize(&plain, fields).map_err(|error| BadRecord::broken(&error))?;
-        joined(found, fields, &plain).map(Cow::into_owned)
+        let values = deserialize(&plain, fields).map_err(|error| BadRecord::broken(&error))?;
+        joined(values, fields, &plain).map(Cow::into_owned)
     };
     let text = read("fffd")?;
     if reading.invalid_utf8 == InvalidUtf8::Error
         && text.contains('\u{fffd}')
         && read("fffe").is_ok_and(|other| other != text)
     {
-        let reason =
-            format!("half of a surrogate pair, which is not text, in field \"{}\"", fields.join(", "));
+        let reason = format!("unpaired surrogate in field \"{}\"", fields.join(", "));
         return Err(BadRecord::new(reason, "fix it, or read it as U+FFFD with --invalid-utf8 replace"));
     }
     Ok(text.into())
 }
 
 fn joined<'a>(
-    found: Vec<Option<Field<'a>>>,
+    values: Vec<Option<Field<'a>>>,
     fields: &[String],
     record: &str,
 ) -> std::result::Result<Cow<'a, str>, BadRecord> {
     let mut texts = Vec::with_capacity(fields.len());
-    for (field, value) in fields.iter().zip(found) {
+    for (field, value) in fields.iter().zip(values) {
         match value {
             Some(Field::Text(text)) => texts.push(text),
             Some(Field::Null) => {}
             Some(Field::Other(kind)) => {
                 let reason = format!("field \"{field}\" is {kind}, not text");
-                return Err(BadRecord::new(reason, "fix or remove it, or choose with --text"));
+                return Err(BadRecord::new(reason, "fix or remove it, or choose another field with --text"));
             }
             None => {
                 let reason = missing_field(field, &names_in(record));
-                return Err(BadRecord::new(reason, "choose with --text"));
+                return Err(BadRecord::new(reason, "choose one with --text"));
             }
         }
     }
@@ -103,20 +102,20 @@ fn joined<'a>(
 pub(super) fn has_text(record: &[u8], reading: &ReadOptions) -> bool {
     let is_text = |field: &Option<Field>| matches!(field, Some(Field::Text(_) | Field::Null));
     let record = plain(&String::from_utf8_lossy(record), "fffd");
-    deserialize(&record, &reading.text_fields).is_ok_and(|found| found.iter().any(is_text))
+    deserialize(&record, &reading.text_fields).is_ok_and(|values| values.iter().any(is_text))
 }
 
 fn deserialize<'a>(record: &'a str, fields: &[String]) -> serde_json::Result<Vec<Option<Field<'a>>>> {
     let mut parser = serde_json::Deserializer::from_str(record);
-    let mut found: Vec<_> = fields.iter().map(|_| None).collect();
+    let mut values: Vec<_> = fields.iter().map(|_| None).collect();
     let fields =
         fields.iter().enumerate().map(|(number, name)| Wish { number, name, key_bytes: 0 }).collect();
-    parser.deserialize_map(Wanted { fields, found: &mut found })?;
-    parser.end().map(|()| found)
+    parser.deserialize_map(Wanted { fields, values: &mut values })?;
+    parser.end().map(|()| values)
 }
 
-/// A record without what Python's `json` reads and `serde_json` does not, with the same columns: numbers, NaN and
-/// infinities become 0, and halves of surrogate pairs the character with this code.
+/// A record with replacements for values that Python's `json` reads and `serde_json` rejects, of the same width: numbers,
+/// NaN and infinities become 0, and unpaired surrogates become the character with the code `surrogate`.
 fn plain(record: &str, surrogate: &str) -> String {
     let (mut bytes, mut at, mut in_string) = (record.as_bytes().to_vec(), 0, false);
     while at < bytes.len() {
@@ -154,7 +153,7 @@ fn is_number(token: &[u8]) -> bool {
         || (matches!(token, [b'-' | b'0'..=b'9', ..]) && serde_json::from_slice::<&RawValue>(token).is_ok())
 }
 
-/// The half of a surrogate pair whose escape begins here.
+/// The surrogate whose escape `text` begins with.
 fn half_of_pair(text: &[u8]) -> Option<u16> {
     let digits = std::str::from_utf8(text.strip_prefix(b"\\u")?.get(..4)?).ok()?;
     u16::from_str_radix(digits, 16).ok().filter(|unit| (0xd800..0xe000).contains(unit))
@@ -177,26 +176,26 @@ enum Field<'a> {
     Other(&'static str),
 }
 
-/// A wanted field: its number, and its name from here on, in which dots lead into objects; "" is the value itself.
+/// A wanted field: its number, and the rest of its name, with dots that lead into objects; "" is the value itself.
 struct Wish<'a> {
     number: usize,
     name: &'a str,
-    /// The length of the key that has led to its value so far.
+    /// The length of the key that led to its current value.
     key_bytes: usize,
 }
 
 /// Finds the wanted fields in a JSON value and skips everything else without allocating it.
 struct Wanted<'a, 'f, 'de> {
     fields: Vec<Wish<'a>>,
-    found: &'f mut [Option<Field<'de>>],
+    values: &'f mut [Option<Field<'de>>],
 }
 
 impl<'de> Wanted<'_, '_, 'de> {
-    /// Notes that the value is no object: null has no fields to be text.
+    /// Records a value that is not an object. Null counts as a missing field.
     fn note(self, value: &Field<'de>) {
         for Wish { number, name, .. } in self.fields {
             if name.is_empty() || *value == Field::Null {
-                self.found[number] = Some(value.clone());
+                self.values[number] = Some(value.clone());
             }
         }
     }
@@ -210,7 +209,7 @@ impl<'de> DeserializeSeed<'de> for Wanted<'_, '_, 'de> {
     }
 }
 
-/// Methods of a visitor that note a value.
+/// Visitor methods that record a value.
 macro_rules! visit {
     ($($method:ident($($value:tt: $kind:ty)?) => $field:expr,)*) => {$(
         fn $method<E: serde::de::Error>(self $(, $value: $kind)?) -> std::result::Result<(), E> {
@@ -228,28 +227,28 @@ impl<'de> Visitor<'de> for Wanted<'_, '_, 'de> {
     }
 
     fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> std::result::Result<(), M::Error> {
-        let Self { mut fields, found } = self;
+        let Self { mut fields, values } = self;
         while let Some(key) = map.next_key::<Cow<str>>()? {
             let mut inner = Vec::new();
             for field in &mut fields {
                 let rest = field.name.strip_prefix(&*key);
                 let rest =
                     rest.and_then(|rest| if rest.is_empty() { Some("") } else { rest.strip_prefix('.') });
-                // Of keys with dots the longest leads to the field, and of equal ones the last.
+                // The longest of several keys with dots leads to the field, and the last of equal ones.
                 if let Some(name) = rest.filter(|_| key.len() >= field.key_bytes) {
                     field.key_bytes = key.len();
-                    found[field.number] = None;
+                    values[field.number] = None;
                     inner.push(Wish { number: field.number, name, key_bytes: 0 });
                 }
             }
             if inner.is_empty() {
                 map.next_value::<IgnoredAny>()?;
             } else {
-                map.next_value_seed(Wanted { fields: inner, found: &mut *found })?;
+                map.next_value_seed(Wanted { fields: inner, values: &mut *values })?;
             }
         }
         for field in fields.iter().filter(|field| field.name.is_empty()) {
-            found[field.number] = Some(Field::Other("an object"));
+            values[field.number] = Some(Field::Other("an object"));
         }
         Ok(())
     }
@@ -277,13 +276,13 @@ mod tests {
 
     fn parse(line: &str, fields: &str, invalid_utf8: InvalidUtf8) -> String {
         let text_fields = fields.split(',').map(str::to_owned).collect();
-        let found = parse_record(line, &ReadOptions { text_fields, invalid_utf8, ..ReadOptions::default() })
+        let text = parse_record(line, &ReadOptions { text_fields, invalid_utf8, ..ReadOptions::default() })
             .map(|text| format!("[{text}]"));
-        found.unwrap_or_else(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
+        text.unwrap_or_else(|bad| bad.error(Path::new("a.jsonl"), 3).to_string())
     }
 
     #[test]
-    fn fields_are_found_and_errors_name_line_and_remedy() {
+    fn fields_are_read_and_errors_name_line_and_remedy() {
         let line = r#"{"id": [1, {"text": 2}], "text": "a\nb \u00e9", "title": "T"}"#;
         let nested = r#"{"id": {"n": 1}, "review": {"body": "b", "by": {"name": "n"}}, "a.b": "literal", "gone": null}"#;
         let deep = format!(r#"{{"x": {}1e999{}, "text": "NaN"}}"#, "[".repeat(900), "]".repeat(900));
@@ -293,29 +292,29 @@ mod tests {
             (line, "text", "[a\nb é]"),
             (line, "title,text", "[T\na\nb é]"),
             (r#"{"text": null}"#, "text", "[]"),
-            (r#"{"body": "a", "id": 1}"#, "text", "no text field \"text\"; there are: body, id; choose with"),
+            (
+                r#"{"body": "a", "id": 1}"#,
+                "text",
+                "no text field \"text\"; available: body, id; choose one with",
+            ),
             (r#"{"text": 5}"#, "text", "line 3: field \"text\" is a number, not text; fix or remove it, or"),
             (r#"["text"]"#, "text", "line 3, column 0: broken JSON: invalid type"),
             (r#"{"text": "a"} x"#, "text", "broken JSON: trailing"),
             (nested, "review.by.name,review.body,gone.text", "[n\nb]"),
-            (nested, "review.text", "there are: a.b, gone, id.n, review.body, review.by;"),
+            (nested, "review.text", "available: a.b, gone, id.n, review.body, review.by;"),
             (nested, "review", "is an object, not text"),
             (nested, "id.n", "is a number, not text"),
-            // What only Python's `json` reads.
+            // Only Python's `json` reads these.
             (python, "text", "[NaN \"😀\"]"),
-            (python, "body", "there are: text, x, y;"),
+            (python, "body", "available: text, x, y;"),
             (&deep, "text", "[NaN]"),
             (r#"{"text": NaN}"#, "text", "line 3: field \"text\" is a number"),
             (r#"{"text": 1e999}"#, "text", "line 3: field \"text\" is a number"),
             (r#"{"x": NaN, "text": nan}"#, "text", "line 3, column 21: broken JSON"),
-            (
-                r#"{"text": "a\ud83d"}"#,
-                "text",
-                "line 3: half of a surrogate pair, which is not text, in field",
-            ),
+            (r#"{"text": "a\ud83d"}"#, "text", "line 3: unpaired surrogate in field"),
         ] {
-            let found = parse(line, fields, InvalidUtf8::Error);
-            assert!(found.contains(expected), "{line}: {found}");
+            let text = parse(line, fields, InvalidUtf8::Error);
+            assert!(text.contains(expected), "{line}: {text}");
         }
         assert_eq!(parse(r#"{"text": "a\ud83d"}"#, "text", InvalidUtf8::Replace), "[a\u{fffd}]");
     }

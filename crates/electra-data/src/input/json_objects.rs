@@ -1,4 +1,4 @@
-//! The objects of a JSON file, in a list or one after another, each on any number of lines, and the layouts of files.
+//! The objects of a JSON file, in a list or in sequence, each on any number of lines, and the layouts of files.
 
 use std::io::{BufRead, Error as IoError, Read};
 use std::sync::atomic::AtomicU64;
@@ -9,7 +9,7 @@ use super::read_options::{InputFormat, ReadOptions};
 use super::text::MAX_LINE_BYTES;
 use crate::error::{Error, Result};
 
-/// Bytes of a file's beginning that are examined for its layout: a first object and the beginning of another.
+/// Bytes at the start of a file that show its layout: a first object and the beginning of another one.
 const HEAD_BYTES: u64 = 16 << 20;
 
 pub(super) struct Object {
@@ -81,7 +81,7 @@ impl<R: BufRead> Objects<R> {
             self.advance(1);
         }
         match self.state {
-            List => Err(self.malformed("the list is cut off; get the file again")),
+            List => Err(self.malformed("the list is truncated; download the file again")),
             Start | Sequence | End => Ok(None),
         }
     }
@@ -110,9 +110,9 @@ impl<R: BufRead> Objects<R> {
                 return Ok(object);
             }
             if length == 0 {
-                return Err(
-                    self.malformed("the object that begins here does not end; fix it, or get the file again")
-                );
+                return Err(self.malformed(
+                    "the object that begins here does not end; fix it, or download the file again",
+                ));
             }
             if object.bytes.len() > MAX_LINE_BYTES {
                 return Err(self.malformed("the object that begins here is longer than 1 GiB; split it"));
@@ -130,8 +130,8 @@ impl<R: BufRead> Objects<R> {
     }
 }
 
-/// How to read a file that ends in `.json`, judging by its first objects: as lines, or object by object. `None` if it
-/// does not hold records, but settings or other data: it is one object, or a list, without the field of the text.
+/// The layout of a file that ends in `.json`, by its first objects: lines, or objects in sequence. `None` if it
+/// holds settings or other data instead of records: one object, or a list, without the text field.
 pub(super) fn layout(file: &InputFile, reading: &ReadOptions) -> Result<Option<InputFormat>> {
     let uncounted = AtomicU64::new(0);
     let mut objects = Objects::new(file.open_text(&uncounted)?.take(HEAD_BYTES));
@@ -162,7 +162,7 @@ mod tests {
     use crate::input::Inputs;
 
     fn objects(text: &str) -> std::result::Result<Vec<(u64, String)>, String> {
-        // A small buffer, so that objects and escapes are divided.
+        // A small buffer, so that it ends within objects and escapes.
         let mut objects = Objects::new(std::io::BufReader::with_capacity(3, text.as_bytes()));
         let mut all = Vec::new();
         loop {
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_found_in_lists_and_sequences() {
+    fn objects_are_read_from_lists_and_sequences() {
         let (a, b) = (r#"{"text": "}\"\\", "x": [1, {"y": "]"}]}"#, "{\n\"text\": \"b\"\n}");
         for text in [
             format!("{a}\n{b}\n"),
@@ -187,27 +187,27 @@ mod tests {
             format!("[{a},\n{b}]\n"),
             format!("\u{feff} [ {a} , {b} ] "),
         ] {
-            let found = objects(&text).unwrap();
-            assert_eq!(found.iter().map(|(_, text)| &**text).collect::<Vec<_>>(), [a, b], "{text}");
+            let parsed = objects(&text).unwrap();
+            assert_eq!(parsed.iter().map(|(_, text)| &**text).collect::<Vec<_>>(), [a, b], "{text}");
         }
-        let found = objects(&format!("\n[\n{a},\n\n{b},\n{a}\n]")).unwrap();
-        assert_eq!(found.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [3, 5, 8]);
+        let parsed = objects(&format!("\n[\n{a},\n\n{b},\n{a}\n]")).unwrap();
+        assert_eq!(parsed.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [3, 5, 8]);
         assert_eq!(objects(" \n").unwrap(), []);
         for (text, error) in [
-            ("[{},\n{}", "2: the list is cut off"),
+            ("[{},\n{}", "2: the list is truncated"),
             ("{}\n{\"a\": \"}", "2: the object that begins here does not end"),
             ("[\"a\"]", "1: expected an object"),
             ("[{}] {}", "1: expected an object"),
             ("{}, {}", "1: expected an object"),
             ("null", "1: expected an object"),
         ] {
-            let found = objects(text).unwrap_err();
-            assert!(found.starts_with(error), "{text}: {found}");
+            let message = objects(text).unwrap_err();
+            assert!(message.starts_with(error), "{text}: {message}");
         }
     }
 
     #[test]
-    fn a_folder_gives_its_files_of_records() {
+    fn only_record_files_of_a_folder_are_read() {
         use InputFormat::{Json, JsonLines};
         let line = r#"{"text": "a", "n": NaN}"#;
         let long = format!("{{\"text\": \"{}\"}}\n", "x".repeat(HEAD_BYTES as usize / 2));
@@ -215,7 +215,7 @@ mod tests {
             (format!("{line}\n{line}\n"), Some(JsonLines)),
             (format!("\u{feff}{line}"), Some(JsonLines)),
             (format!("\n\n{line}\n\n"), Some(JsonLines)),
-            ("{\"body\": \"a\"}\n{\"body\": \"b\"}\n".to_owned(), Some(JsonLines)), // whose error names the fields
+            ("{\"body\": \"a\"}\n{\"body\": \"b\"}\n".to_owned(), Some(JsonLines)), // the error lists the fields
             (long.repeat(3), Some(JsonLines)),
             (format!("{line}{line}\n"), Some(Json)),
             (format!("[{line},\n{line}]"), Some(Json)),
@@ -242,7 +242,7 @@ mod tests {
                 (both, usize::from(expected.is_none())),
                 "case {number}"
             );
-            // A file that is named is read, whatever it holds, and then its errors say what it lacks.
+            // A file passed by name is read in any case, and its errors report missing fields.
             assert_eq!(expand(&path).files[0].format, expected.unwrap_or(Json));
         }
     }

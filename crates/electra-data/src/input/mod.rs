@@ -1,4 +1,4 @@
-//! Reading text: from files, folders and globs of any supported format to a stream of documents.
+//! Reading text: files, folders and globs of any supported format become a stream of documents.
 
 mod arrow;
 mod division;

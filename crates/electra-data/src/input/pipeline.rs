@@ -16,7 +16,7 @@ use crate::format::FileEntry;
 
 const BATCH_BYTES: usize = 1 << 20;
 const BATCH_TEXTS: usize = 1 << 16;
-/// How long the consumer waits before it reports progress and checks for signals.
+/// Interval at which a waiting consumer reports progress and checks for signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub(crate) enum Mark {
     Document,
     /// Nothing: the input group with this number begins here.
     Begin(usize),
-    /// An input group. Boxed, so that the other marks, of which there are millions, are small.
+    /// An input group. Boxed to keep the other marks small: there are millions of them.
     InputGroup(Box<GroupEnd>),
 }
 
@@ -38,13 +38,13 @@ pub(crate) struct GroupEnd {
     pub watched: Option<FileEntry>,
 }
 
-/// Follows the texts of input groups as they are read, before they are cut, and decides which are kept.
+/// Observes the texts of input groups as they are read, before they are cut, and decides which ones to keep.
 pub(crate) trait Watch: Send {
     fn begin(&mut self, input_group: usize) -> Result<()>;
 
     fn keeps(&mut self, text: &str, mark: &Mark) -> bool;
 
-    /// The input group ends; returns the file that stores what was found in it.
+    /// Ends the input group; returns the file with its results.
     fn end(&mut self) -> Result<FileEntry>;
 }
 
@@ -81,7 +81,7 @@ impl TextBatch {
 
 /// Steps between reader and batch: cutting, skipping, sampling.
 pub(crate) struct Intake<'a> {
-    /// Where a line may be cut without changing its tokens.
+    /// Positions at which a line may be cut without changing its tokens.
     pub cut: Cut<'a>,
     pub skips: SkipLog,
     pub sampler: Sampler,
@@ -107,7 +107,7 @@ impl<'a> Batcher<'a> {
         Self { batch: TextBatch::default(), batch_bytes, intake, inputs: Vec::new(), send }
     }
 
-    /// Appends text with the mark at its end. Long lines are cut where that is allowed.
+    /// Appends text with the mark at its end. Long lines are cut where `Cut` allows it.
     pub fn push(&mut self, mut text: &str, mark: Mark) -> Result<()> {
         if let Some(watch) = &mut self.intake.watch
             && !watch.keeps(text, &mark)
@@ -120,7 +120,7 @@ impl<'a> Batcher<'a> {
                 (None, Cut::Words(_)) => text.len(),
                 (None, _) => break,
             };
-            // No vocabulary has a word of this length, and splitting it would take many times its memory.
+            // No vocabulary has a word of this length, and splitting it would take many times the word's memory.
             let is_word = matches!(self.intake.cut, Cut::Words(_)) && at > 2 * FRAGMENT_BYTES;
             self.append(if is_word { "" } else { &text[..at] }, Mark::Partial)?;
             text = &text[at..];
@@ -169,13 +169,13 @@ impl<'a> Batcher<'a> {
     }
 }
 
-/// The last position to cut before a fragment's length, or else the first one after it.
+/// The last cut position before a fragment's length, or else the first one after it.
 fn cut_near(text: &str, cut: Cut) -> Option<usize> {
     let end = character_boundary(text, FRAGMENT_BYTES);
     cut.last_position(&text.as_bytes()[..end]).or_else(|| Some(end + cut.first_position(&text[end..])?))
 }
 
-/// Workers that one or more pipelines share. A pipeline reads on one thread and consumes on another, in order.
+/// Workers shared by one or more pipelines. A pipeline reads on one thread and consumes on another, in order.
 ///
 /// Workers are not tied to pipelines, so all of them can work on a single remaining input.
 pub(crate) struct Workers<T> {
@@ -193,7 +193,7 @@ impl Drop for Permit<'_> {
     }
 }
 
-/// Runs `body` with `threads` workers. Each has a `worker` of its own, which may keep state between batches.
+/// Runs `body` with `threads` workers. Each has a separate `worker`, which may keep state between batches.
 pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
     threads: usize,
     pipelines: usize,
@@ -215,7 +215,7 @@ pub(crate) fn with_workers<T: Send, W: FnMut(TextBatch) -> Result<T>, R>(
 }
 
 impl<T: Send> Workers<T> {
-    /// Runs `read` on a thread and `consume` on this one, with `None` every 50 ms while there is no result.
+    /// Runs `read` on a thread and `consume` on this one; passes `None` every 50 ms while there is no result.
     pub fn run_pipeline(
         &self,
         intake: Intake,
@@ -251,7 +251,7 @@ impl<T: Send> Workers<T> {
     }
 }
 
-/// About the first `bytes` of text that `read` finds, one text per line; an error ends it early.
+/// About the first `bytes` of the text that `read` sends, one text per line; an error ends it early.
 pub(crate) fn read_beginning(
     bytes: usize,
     cut: Cut,
@@ -263,7 +263,7 @@ pub(crate) fn read_beginning(
         Err(Error::Interrupted) // stop reading after one batch
     };
     let mut batcher = Batcher::new(bytes, Intake::everything(cut), &mut send);
-    // Errors are ignored: the text before them counts, and the run that reads everything reports them.
+    // Errors are ignored: the text before them is used, and the run that reads everything reports them.
     let _ = read(&mut batcher);
     let _ = batcher.flush();
     drop(batcher);
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_consumed_after_a_worker_panicked() {
+    fn nothing_is_consumed_after_a_worker_panics() {
         let mut consumed = Vec::new();
         let read = |batcher: &mut Batcher| {
             for text in ["first", "bad", "last"] {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_ends_everything() {
+    fn first_error_ends_the_pipeline() {
         let endless = |batcher: &mut Batcher| loop {
             batcher.push(&"x".repeat(1000), Mark::Line)?;
         };

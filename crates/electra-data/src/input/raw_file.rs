@@ -1,5 +1,5 @@
-//! The bytes of an input file, on disk or in an object store: read from the start, from any offset, or by ranges that
-//! are known in advance.
+//! The bytes of an input file, on disk or in an object store: read from the start, from any offset, or by ranges
+//! known in advance.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -17,15 +17,15 @@ use crate::error::{Error, Result};
 use crate::store::{Cancel, Object, Request, Store};
 use crate::threads::lock;
 
-/// The first request of a sequential reader; each one is twice as long as the one before …
+/// Length of a sequential reader's first request; it doubles with each request …
 const FIRST_REQUEST: u64 = 256 << 10;
-/// … up to this.
+/// … up to this length.
 const LAST_REQUEST: u64 = 8 << 20;
 /// Requests ahead of a sequential reader: a store sends a single stream at only about 100 MB/s.
 const REQUESTS_AHEAD: usize = 3;
-/// Bytes requested ahead in all columns of a table, whose ranges are known, and requests ahead in each of them.
+/// Bytes requested ahead in all columns of a table, whose ranges are known, and requests ahead in each column.
 const COLUMNS_AHEAD: (u64, usize) = (16 << 20, 16);
-/// The first request for a table: its metadata is at the end, and a file that is not much longer is read whole.
+/// Length of the first request for a table: its metadata is at the end, and a file that is not much longer is read whole.
 const TABLE_END: u64 = 64 << 10;
 const PAGE_HEADER_BYTES: usize = 512;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -49,12 +49,12 @@ pub(super) struct StoredFile {
     chunk_start: u64,
     /// Requests ahead, in the order in which their bytes are read …
     ahead: VecDeque<(Range<u64>, Answer)>,
-    /// … and what is requested after them.
+    /// … and the ranges to request after them.
     planned: VecDeque<Range<u64>>,
     request_bytes: u64,
     longest_request: u64,
     requests_ahead: usize,
-    /// Bytes that need no request, and the offset of the first one.
+    /// Bytes that need no request, and their offset.
     known: (u64, Bytes),
 }
 
@@ -78,7 +78,7 @@ impl StoredFile {
         }
     }
 
-    /// A reader of one of several columns, which reads these ranges in order. It requests none of the buffered bytes.
+    /// A reader of one of several columns, which reads the `planned` ranges in order, without requesting buffered bytes.
     fn column(&self, planned: VecDeque<Range<u64>>, num_columns: usize) -> Self {
         let longest_request = (COLUMNS_AHEAD.0 / 4 / num_columns.max(1) as u64).max(FIRST_REQUEST);
         Self {
@@ -91,7 +91,7 @@ impl StoredFile {
         }
     }
 
-    /// Keeps a store's error, which libraries that read tables would turn into text.
+    /// Keeps a store's error, which the table libraries would turn into text.
     fn failed(&self, error: Error) -> IoError {
         let text = error.to_string();
         *lock(&self.failure) = Some(error);
@@ -239,7 +239,7 @@ impl TableFile {
         Ok(Self(Arc::new(Mutex::new(file))))
     }
 
-    /// One of `num_columns` that are read side by side, given where its bytes are: a store sends them ahead.
+    /// One of `num_columns` columns that are read in parallel. `ranges` are its bytes, which a store sends ahead.
     pub fn column(&self, ranges: impl Iterator<Item = Range<u64>>, num_columns: usize) -> Self {
         let column = match &*self.file() {
             RawFile::Local(_) => return self.clone(),
@@ -292,11 +292,7 @@ impl ChunkReader for TableFile {
         }
         let mut bytes = Vec::with_capacity(length.min(LAST_REQUEST as usize));
         Read::by_ref(&mut *file).take(length as u64).read_to_end(&mut bytes)?;
-        if bytes.len() == length {
-            Ok(bytes.into())
-        } else {
-            Err(ParquetError::EOF("it is cut off".to_owned()))
-        }
+        if bytes.len() == length { Ok(bytes.into()) } else { Err(ParquetError::EOF("truncated".to_owned())) }
     }
 }
 
@@ -314,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stored_file_reads_as_one_on_disk() {
+    fn stored_file_reads_like_a_local_file() {
         let dir = tempfile::tempdir().unwrap();
         let text: Vec<u8> =
             (0..30_000_000_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
@@ -325,11 +321,11 @@ mod tests {
             assert!(log.served.len() <= count, "{:?}", log.served);
             log.served.iter().map(|(_, range)| range.end - range.start).sum::<u64>()
         };
-        let mut found = Vec::new();
-        stored(&server).read_to_end(&mut found).unwrap();
-        assert!(found == text);
+        let mut bytes = Vec::new();
+        stored(&server).read_to_end(&mut bytes).unwrap();
+        assert!(bytes == text);
         assert_eq!(served(11), text.len() as u64);
-        // Pages of a column, the last of them in the end of the file, which is known.
+        // Pages of a column; the last one is in the end of the file, which is buffered.
         let table = TableFile::new(stored(&server)).unwrap();
         let ranges = [5..9_000_000, 9_000_000..9_500_000, 20_000_000..20_000_000, 29_900_000..30_000_000_u64];
         let column = table.column(ranges.clone().into_iter(), 1);
@@ -351,15 +347,15 @@ mod tests {
                 let start = start.min(text.len() as u64);
                 let expected = &text[start as usize..text.len().min(start as usize + length)];
                 let mut file = file.borrow_mut();
-                let found = if by_range && !expected.is_empty() {
+                let bytes = if by_range && !expected.is_empty() {
                     column.get_bytes(start, expected.len()).unwrap().to_vec()
                 } else {
                     file.seek(SeekFrom::Start(start)).unwrap();
-                    let mut found = Vec::new();
-                    Read::by_ref(&mut *file).take(length as u64).read_to_end(&mut found).unwrap();
-                    found
+                    let mut bytes = Vec::new();
+                    Read::by_ref(&mut *file).take(length as u64).read_to_end(&mut bytes).unwrap();
+                    bytes
                 };
-                prop_assert!(found == expected);
+                prop_assert!(bytes == expected);
                 Ok(())
             })
             .unwrap();

@@ -1,4 +1,4 @@
-//! Where text comes from and how it is read: the options of this folder.
+//! The source of text and the options for reading it.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ pub enum DocumentSeparator {
     /// One or more blank lines (and the end of a file).
     #[default]
     BlankLine,
-    /// Nothing: each file is one document.
+    /// None: each file is one document.
     File,
     /// Every line; blank lines are ignored.
     Line,
@@ -40,10 +40,10 @@ choice!(InputFormat { "txt" => Text, "jsonl" => JsonLines, "json" => Json, "parq
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InvalidUtf8 {
-    /// Fail, naming the offset.
+    /// Fail and report the offset.
     #[default]
     Error,
-    /// Replace each invalid sequence by U+FFFD.
+    /// Replace each invalid sequence with U+FFFD.
     Replace,
 }
 
@@ -52,11 +52,11 @@ choice!(InvalidUtf8 { "error" => Error, "replace" => Replace });
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ReadOptions {
-    /// The format of every file. By default the extension decides, and files with unknown ones are skipped.
+    /// The format of every file. By default the extension decides, and files with unknown extensions are skipped.
     pub format: Option<InputFormat>,
     #[serde(rename = "documents")]
     pub separator: DocumentSeparator,
-    /// Fields (columns) that hold the text; several are joined by line ends.
+    /// Fields (columns) that hold the text. Several fields are joined with line ends.
     pub text_fields: Vec<String>,
     pub invalid_utf8: InvalidUtf8,
     pub skip_bad_rows: u64,
@@ -76,5 +76,5 @@ impl Default for ReadOptions {
 
 pub(super) fn missing_field(field: &str, existing: &[String]) -> String {
     let existing = if existing.is_empty() { "none".to_owned() } else { existing.join(", ") };
-    format!("no text field \"{field}\"; there are: {existing}")
+    format!("no text field \"{field}\"; available: {existing}")
 }

@@ -1,4 +1,4 @@
-//! Sampling an input of unknown size: the sample depends on the text and a seed alone.
+//! Sampling an input of unknown size: the sample depends only on the text and a seed.
 //!
 //! Each document (each part of 1 MiB of a long one) gets a level from a hash of the seed and its number: 0
 //! for half of them, 1 for a quarter, and so on. Whenever the text of all remaining levels exceeds the limit,
@@ -69,26 +69,26 @@ fn level(seed: u64, part: u64) -> u8 {
 mod tests {
     use super::*;
 
-    /// Numbers of the documents that are in the final sample, and what was sampled.
+    /// Numbers of the documents in the final sample, and the sample's statistics.
     fn sample(seed: u64, limit: u64, documents: usize) -> (Vec<usize>, Sampled) {
         let mut sampler = Sampler::new(seed, limit);
         let levels: Vec<_> = (0..documents).map(|_| sampler.level_of("0123456789", true)).collect();
         let sampled = sampler.sampled;
-        let kept = |&n: &usize| levels[n].is_some_and(|level| level >= sampled.lowest_level);
-        ((0..documents).filter(kept).collect(), sampled)
+        let in_sample = |&n: &usize| levels[n].is_some_and(|level| level >= sampled.lowest_level);
+        ((0..documents).filter(in_sample).collect(), sampled)
     }
 
     #[test]
-    fn everything_is_kept_up_to_the_limit_and_then_the_seed_decides() {
-        let (kept, sampled) = sample(3, 1_000, 100);
+    fn sample_depends_on_the_seed_above_the_limit() {
+        let (documents, sampled) = sample(3, 1_000, 100);
         let everything = Sampled { lowest_level: 0, bytes: 1_000, total_bytes: 1_000 };
-        assert_eq!((kept.len(), sampled), (100, everything));
-        let (kept, sampled) = sample(0, 5_000, 10_000);
-        assert_eq!((kept.len() as u64 * 10, sampled.total_bytes), (sampled.bytes, 100_000));
+        assert_eq!((documents.len(), sampled), (100, everything));
+        let (documents, sampled) = sample(0, 5_000, 10_000);
+        assert_eq!((documents.len() as u64 * 10, sampled.total_bytes), (sampled.bytes, 100_000));
         assert!((2_000..=5_000).contains(&sampled.bytes), "{sampled:?}");
-        assert_eq!(sample(0, 5_000, 10_000).0, kept);
-        assert_ne!(sample(1, 5_000, 10_000).0, kept);
-        // A single endless document is sampled in parts.
+        assert_eq!(sample(0, 5_000, 10_000).0, documents);
+        assert_ne!(sample(1, 5_000, 10_000).0, documents);
+        // A single very long document is sampled in parts.
         let (mut sampler, line) = (Sampler::new(0, 32 << 20), "x".repeat(1 << 16));
         for _ in 0..16 << 10 {
             sampler.level_of(&line, false);

@@ -1,7 +1,7 @@
-//! Folders written by other tools: which files are data, and which hold the rows of a dataset that was saved by
+//! Folders written by other tools: distinguishes data files, and finds the rows of a dataset saved with
 //! `save_to_disk` of Hugging Face's `datasets`.
 //!
-//! A saved dataset has a `state.json` that names its `data-*.arrow`; other Arrow files beside them
+//! A saved dataset has a `state.json` that lists its `data-*.arrow`; other Arrow files in the folder
 //! are caches. A saved `DatasetDict` has a `dataset_dict.json` and a saved dataset for each split.
 
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub(super) const INFO: &str = "dataset_info.json";
 const SPLITS: &str = "dataset_dict.json";
 const TRAIN: &str = "train";
 
-/// Files and folders that Spark and table formats write beside their data.
+/// Files and folders that Spark and table formats write next to their data.
 const BOOKKEEPING: [&str; 8] = [
     "_SUCCESS",
     "_committed_",
@@ -31,7 +31,7 @@ const BOOKKEEPING: [&str; 8] = [
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum SavedDataset {
     Rows(Vec<PathBuf>),
-    /// A dataset per split: the one to read and the names of the others.
+    /// A dataset per split: the split to read and the names of the others.
     Splits {
         folder: PathBuf,
         others: Vec<String>,
@@ -74,7 +74,7 @@ fn rows(folder: &Path) -> Result<SavedDataset> {
     let path = folder.join(STATE);
     let state: SavedState = read(&path)?;
     if state.indices.is_some_and(|files| !files.is_empty()) {
-        let reason = "the dataset selects rows by an index; save it again with `flatten_indices()` first";
+        let reason = "the dataset selects rows by an index; call `flatten_indices()` and save it again";
         return Err(Error::at(path, reason));
     }
     let files: Vec<PathBuf> = state.data_files.iter().map(|file| folder.join(&file.filename)).collect();
@@ -82,7 +82,7 @@ fn rows(folder: &Path) -> Result<SavedDataset> {
         let missing = missing.display();
         return Err(Error::at(
             path,
-            format!("names {missing}, which is missing; get the whole folder again"),
+            format!("lists {missing}, which is missing; download the whole folder again"),
         ));
     }
     Ok(SavedDataset::Rows(files))
@@ -95,7 +95,7 @@ fn splits(folder: &Path) -> Result<SavedDataset> {
         [only] => only,
         several => several.iter().find(|name| *name == TRAIN).ok_or_else(|| {
             let (names, folder) = (several.join(", "), folder.display());
-            Error::at(&path, format!("no split is called {TRAIN}; name one ({names}) as {folder}/NAME"))
+            Error::at(&path, format!("no split {TRAIN}; pass one of {names} as {folder}/NAME"))
         })?,
     };
     let others = splits.iter().filter(|name| *name != chosen).cloned().collect();
@@ -104,11 +104,11 @@ fn splits(folder: &Path) -> Result<SavedDataset> {
 
 fn read<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T> {
     let bytes = std::fs::read(path).map_err(|e| Error::io(path, e))?;
-    let reason = |e| format!("not what `save_to_disk` writes ({e}); get the whole folder again");
+    let reason = |e| format!("not written by `save_to_disk` ({e}); download the whole folder again");
     serde_json::from_slice(&bytes).map_err(|e| Error::at(path, reason(e)))
 }
 
-/// Whether a file or folder in a folder is no data: it is hidden, or a note of the program that wrote the folder.
+/// Whether a file or folder is not data: it is hidden, or metadata of the program that wrote the folder.
 pub(super) fn is_hidden(name: &str) -> bool {
     name.starts_with('.') || (!name.contains('.') && BOOKKEEPING.iter().any(|begin| name.starts_with(begin)))
 }

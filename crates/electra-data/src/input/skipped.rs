@@ -31,9 +31,9 @@ impl SkipLog {
 
     pub fn add(&mut self, record: SkippedRecord, error: &Error) -> Result<()> {
         let remedy = match self.allowed {
-            0 => "--skip-bad-rows N leaves up to N such rows out".to_owned(),
+            0 => "--skip-bad-rows N skips up to N such rows".to_owned(),
             n if self.count.fetch_add(1, Ordering::Relaxed) >= n => {
-                format!("{n} bad rows were skipped before it: --skip-bad-rows {n} allows no more")
+                format!("--skip-bad-rows {n} is used up; raise it")
             }
             _ => {
                 self.records.push(record);

@@ -45,7 +45,7 @@ impl StoredObject {
     }
 }
 
-/// The objects that a URL names: one, a folder or a glob, which with `visible` matches no hidden ones.
+/// The objects of a URL: one object, a folder or a glob, which with `visible` matches no hidden objects.
 pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     check_url(url)?;
     let is_glob = |part: &str| part.contains(['*', '?', '[']);
@@ -57,7 +57,9 @@ pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     let store = Store::open(&folder)?;
     if folder.starts_with("http") {
         if folder.len() < url.len() {
-            return Err(Error::Input(format!("{url}: a web server cannot list files; give the URL of each")));
+            return Err(Error::Input(format!(
+                "{url}: a web server cannot list files; pass the URL of each file"
+            )));
         }
         return Ok(vec![object_of(&store, url, store.head("")?)]);
     }
@@ -66,20 +68,20 @@ pub(super) fn find(url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     }
     let is_bucket = url.split('/').count() == 3;
     if is_bucket {
-        return Ok(below(&store, &folder, objects_in(&store)?)); // some stores answer as if it were an object
+        return Ok(below(&store, &folder, objects_in(&store)?)); // some stores respond as if it were an object
     }
     match store.head("") {
         Ok(object) => Ok(vec![object_of(&store, url, object)]),
         Err(Error::NotFound { path, .. }) => {
-            let found = below(&store, &folder, objects_in(&store)?);
+            let objects = below(&store, &folder, objects_in(&store)?);
             let hint = "; No files matched: check the URL or the glob".to_owned();
-            if found.is_empty() { Err(Error::NotFound { path, hint }) } else { Ok(found) }
+            if objects.is_empty() { Err(Error::NotFound { path, hint }) } else { Ok(objects) }
         }
         Err(error) => Err(error),
     }
 }
 
-/// The objects of a folder. Those that cannot be requested are passed over, and said.
+/// The objects of a folder. Objects that cannot be requested are skipped with a warning.
 fn objects_in(store: &Store) -> Result<Vec<Object>> {
     let (objects, refused) = store.list_all("")?;
     if let Some(first) = refused.first() {
@@ -87,8 +89,8 @@ fn objects_in(store: &Store) -> Result<Vec<Object>> {
         // Not `eprintln`, which panics where standard error is closed.
         let _ = writeln!(
             std::io::stderr(),
-            "warning: {url}: {count} objects were passed over, because their names have an empty part (//), . or .., \
-             a slash at the end or control characters ({first}); rename them"
+            "warning: {url}: skipped {count} objects whose names have an empty part (//), . or .., a slash at the \
+             end or control characters ({first}); rename them"
         );
     }
     Ok(objects)
@@ -100,7 +102,7 @@ fn below(store: &Store, folder: &str, objects: Vec<Object>) -> Vec<StoredObject>
     objects.map(|object| object_of(store, &url_in(folder, &object.name), object)).collect()
 }
 
-/// The objects of a folder that match a glob, and those below a folder that matches.
+/// The objects of a folder that match a glob, and the objects below a matching folder.
 fn matching(store: &Store, folder: &str, url: &str, visible: bool) -> Result<Vec<StoredObject>> {
     let rest = url[folder.len()..].trim_start_matches('/');
     let bad = |error: &dyn std::fmt::Display| Error::Input(format!("{url}: {error}"));

@@ -1,4 +1,4 @@
-//! Documents from Parquet tables, and what all tables have in common.
+//! Documents from Parquet tables, and code shared by all table formats.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,10 +22,10 @@ use crate::error::{Error, Result};
 
 const PROGRESS_ROWS: u64 = 256;
 
-/// Sends each row of a Parquet file, or of those row groups that begin in a part of it, as a document.
+/// Sends each row of a Parquet file, or of the row groups that begin in a part of it, as a document.
 ///
-/// Rows are decoded one at a time, so that memory holds a page of each column and its dictionary, whatever the rows: a
-/// batch of rows can be as many times larger than the file as a dictionary's entry is longer than its index.
+/// Rows are decoded one at a time, so that memory always holds one page of each column and its dictionary: a
+/// batch of rows can be larger than the file by the ratio of a dictionary entry's length to its index's.
 pub(super) fn read_parquet(source: Source, to: &mut Batcher) -> Result<()> {
     let Source { file, part, reading, bytes } = source;
     let damaged = |error: &dyn std::fmt::Display| unreadable(file, "Parquet", error);
@@ -87,9 +87,9 @@ pub(super) fn read_parquet(source: Source, to: &mut Batcher) -> Result<()> {
     Ok(())
 }
 
-/// The columns of a Parquet file by their numbers, also those in structs: `review.body`. Text is what the logical type
-/// says, whatever wrote the file; of other types, messages need no more than a name. Own code, because the library's
-/// compiles for a minute.
+/// The columns of a Parquet file by number, also in structs: `review.body`. The logical type decides which columns are
+/// text, whichever program wrote the file; other types need only a name for messages. The library's own function
+/// would take a minute to compile.
 fn arrow_columns(schema: &SchemaDescriptor) -> Fields {
     let is_outermost =
         |name: &str| schema.root_schema().get_fields().iter().any(|field| field.name() == name);
@@ -99,7 +99,7 @@ fn arrow_columns(schema: &SchemaDescriptor) -> Fields {
         if column.max_rep_level() > 0 {
             return Field::new(&parts[0], DataType::new_list(arrow_type(column), true), true);
         }
-        // A column that has the whole name, with its dots, goes before one in a struct.
+        // A column with the whole name, including dots, has precedence over a field of a struct.
         if parts.len() > 1 && is_outermost(&name) {
             return Field::new("", DataType::Binary, true);
         }
@@ -149,14 +149,14 @@ fn row_groups_of(part: &Part, file: &InputFile, metadata: &ParquetMetaData) -> V
     let begins_here = |group: &usize| {
         let columns = metadata.row_group(*group).columns();
         let begin = columns.iter().map(|column| column.byte_range().0).min().unwrap_or(0);
-        // Never before the group before it, so that rows stay in order, and always within the file.
+        // Never before the previous group, so that rows stay in order, and always within the file.
         first_byte = begin.min(file.size.saturating_sub(1)).max(first_byte);
         part.contains(first_byte)
     };
     (0..metadata.num_row_groups()).filter(begins_here).collect()
 }
 
-/// The index of a column, and those of the fields in its structs that lead to the wanted one.
+/// The index of a column, followed by the indices of the struct fields that lead to the wanted field.
 pub(super) struct ColumnPath(pub Vec<usize>);
 
 impl ColumnPath {
@@ -182,18 +182,18 @@ fn names_of_texts(fields: &Fields, before: &str) -> Vec<String> {
     names.collect()
 }
 
-/// The wanted columns; an error lists those that hold text.
+/// The wanted columns; the error lists all text columns.
 pub(super) fn text_columns(file: &InputFile, schema: &Schema, fields: &[String]) -> Result<Vec<ColumnPath>> {
     let texts = names_of_texts(schema.fields(), "");
     let column = |field: &String| {
         let reason = match ColumnPath::find(schema.fields(), field) {
             Some((column, kind)) if is_text(&kind) => return Ok(column),
-            _ if texts.is_empty() => "no column holds strings; nothing to read".to_owned(),
+            _ if texts.is_empty() => "no column of strings".to_owned(),
             Some((_, kind)) => {
                 let texts = texts.join(", ");
-                format!("column \"{field}\" is {kind}, not a string; columns of strings are: {texts}")
+                format!("column \"{field}\" is {kind}, not a string; columns of strings: {texts}")
             }
-            None => format!("{}; choose with --text", missing_field(field, &texts)),
+            None => format!("{}; choose one with --text", missing_field(field, &texts)),
         };
         Err(Error::at(&file.path, reason))
     };
@@ -218,7 +218,7 @@ pub(super) fn send_row(texts: &[&str], to: &mut Batcher) -> Result<()> {
 pub(super) fn unreadable(file: &InputFile, kind: &str, error: &dyn std::fmt::Display) -> Error {
     let error = error.to_string();
     let error = error.split_whitespace().collect::<Vec<_>>().join(" "); // flatbuffers adds empty lines
-    Error::at(&file.path, format!("cannot be read as {kind} ({error}); get the file again"))
+    Error::at(&file.path, format!("cannot be read as {kind} ({error}); download the file again"))
 }
 
 #[cfg(test)]
@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_of_strings_are_text_whatever_wrote_them() {
+    fn string_columns_of_any_writer_are_text() {
         let list = "optional group a (LIST) { repeated group list { optional binary element (UTF8); } }";
         let map = "optional group m (MAP) { repeated group key_value { required binary key (UTF8); } }";
         for (fields, columns) in [
@@ -252,9 +252,9 @@ mod tests {
             ("optional group a (LIST) { repeated binary array (UTF8); }", "a"),
         ] {
             let schema = parse_message_type(&format!("message m {{ {fields} }}")).unwrap();
-            let found = arrow_columns(&SchemaDescriptor::new(schema.into()));
+            let columns_read = arrow_columns(&SchemaDescriptor::new(schema.into()));
             let mark = |field: &FieldRef| if is_text(field.data_type()) { "+" } else { "" };
-            let names = found.iter().map(|field| format!("{}{}", mark(field), field.name()));
+            let names = columns_read.iter().map(|field| format!("{}{}", mark(field), field.name()));
             assert_eq!(names.collect::<Vec<_>>().join(" "), columns, "{fields}");
         }
     }

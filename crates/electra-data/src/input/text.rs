@@ -1,4 +1,4 @@
-//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines (where: `cut`).
+//! Bytes to lines: checks UTF-8, strips BOM and CR, cuts very long lines at positions that [`Cut`] allows.
 
 use std::borrow::Cow;
 use std::io::{BufRead, BufReader, Read};
@@ -9,14 +9,14 @@ use super::input_file::InputFile;
 use super::read_options::InvalidUtf8;
 use crate::error::{Error, Result};
 
-/// Bytes that are kept of a word longer than a fragment: enough to be too long for any vocabulary.
+/// Bytes kept of a word longer than a fragment: still too long for any vocabulary.
 const WORD_HEAD: usize = 4 << 10;
 pub(super) const MAX_LINE_BYTES: usize = 1 << 30;
 
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) struct Fragment<'a> {
-    /// The text, or where it is invalid UTF-8; reading can continue after that.
+    /// The text, or the position of invalid UTF-8. Reading can continue after it.
     pub text: std::result::Result<Cow<'a, str>, InvalidBytes>,
     pub ends_line: bool,
 }
@@ -24,19 +24,19 @@ pub(super) struct Fragment<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LineEndings {
     Newline,
-    /// As `Universal` if the first 64 KiB have a "\r" but no "\n" (files of old Macs), else as `Newline`, so
+    /// Like `Universal` if the first 64 KiB have a "\r" but no "\n" (files of old Macs), else like `Newline`, so
     /// that a stray "\r" in terminal output does not split a line.
     Detect,
-    /// "\r", "\n" or "\r\n", as for Python's `open`.
+    /// "\r", "\n" or "\r\n", like Python's `open`.
     Universal,
 }
 
-/// Whether lines end in "\r" alone, as in files of old Macs, judging by the first 64 KiB.
+/// Whether lines end in "\r" alone, as in files of old Macs, according to the first 64 KiB.
 fn has_old_line_ends(head: &[u8]) -> bool {
     memchr::memchr(b'\n', head).is_none() && memchr::memchr(b'\r', head).is_some()
 }
 
-/// Whether a text must be read as a whole, judging by the file's beginning: its lines end as on old Macs (unless only
+/// Whether a text must be read as a whole, according to the start of the file: its lines end as on old Macs (unless only
 /// "\n" is a line end, `newline`), or it is UTF-16.
 pub(super) fn is_indivisible(file: &InputFile, newline: bool) -> Result<bool> {
     let mut head = Vec::new();
@@ -72,19 +72,19 @@ pub(super) struct Lines<'a, R> {
     buffer: Vec<u8>,
     start: usize,
     offset: u64,
-    /// Bytes of the next fragment that were removed from the buffer by shortening a word.
+    /// Bytes of the next fragment that were removed from the buffer to shorten a word.
     left_out: u64,
-    /// Offset in the file where this reading began …
+    /// Offset in the file where this reader began …
     begin: u64,
-    /// … and the number of lines before it, once an error has asked for it.
+    /// … and the number of lines before it, once an error needs it.
     lines_before: Option<u64>,
-    /// Number of the current line, from 1, counted from where this reading began.
+    /// Number of the current line, counted from 1 where this reader began.
     number: u64,
     ended_line: bool,
 }
 
 impl<'a, R: BufRead> Lines<'a, R> {
-    /// Reads a stream that begins at this offset, the start of a line; long lines come in fragments if `cut` allows it.
+    /// Reads a stream that begins at `offset`, the start of a line; long lines come in fragments if `cut` allows it.
     pub fn new(
         input: R,
         (file, begin): (&'a InputFile, u64),
@@ -109,7 +109,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         }
     }
 
-    /// The number of the current line, from 1. Counts the lines before a part of a file, so it is for errors only.
+    /// The number of the current line, from 1. Used only for errors, because it counts all lines before a part of a file.
     pub fn line_number(&mut self) -> Result<u64> {
         let before = match self.lines_before {
             Some(before) => before,
@@ -155,7 +155,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         }
     }
 
-    /// Appends the stream's next bytes to the buffer; `false` at its end.
+    /// Appends the stream's next bytes to the buffer; `false` at the end.
     fn read_more(&mut self) -> Result<bool> {
         let chunk = self.input.fill_buf().map_err(|e| self.file.unreadable(&e))?;
         let length = chunk.len();
@@ -186,7 +186,7 @@ impl<'a, R: BufRead> Lines<'a, R> {
         Ok(())
     }
 
-    /// Position and length of the next line ending in the buffer, from `searched` on.
+    /// Position and length of the next line ending in the buffer, starting at `searched`.
     fn line_end(&mut self, searched: usize) -> Result<Option<(usize, usize)>> {
         let rest = &self.buffer[self.start + searched..];
         if self.line_ends != LineEndings::Universal {
@@ -263,7 +263,7 @@ impl Cut<'_> {
         }
     }
 
-    /// The first position in `text` where it may be cut; for `Words`, before the character that ends the first.
+    /// The first position at which `text` may be cut; for `Words`, before the character that ends the first word.
     pub fn first_position(self, text: &str) -> Option<usize> {
         match self {
             Cut::Nowhere => None,
@@ -297,7 +297,7 @@ mod tests {
     use super::*;
     use crate::input::{Compression, InputFormat};
 
-    /// The fragments of a text, with whether each ends a line; a bad one is its error.
+    /// The fragments of a text, each with a flag for the end of a line, or with an error.
     fn fragments(
         bytes: &[u8],
         invalid: InvalidUtf8,
@@ -339,11 +339,11 @@ mod tests {
     }
 
     #[test]
-    fn marks_and_line_ends_are_not_text() {
+    fn byte_order_marks_and_line_ends_are_not_text() {
         let read = |text: &[u8]| read(text, LineEndings::Detect, Cut::Blanks);
         assert_eq!(read(b"\xef\xbb\xbfa\r\n\r\nb\xef\xbb\xbf\nc"), ["a", "", "b\u{feff}", "c"]);
         assert!(read(b"").is_empty());
-        // Of old Macs.
+        // Line ends of old Macs.
         assert_eq!(read(b"a b\r\rc\r"), ["a b", "", "c"]);
         assert_eq!(read(b"50 %\r100 %\nend\n"), ["50 %\r100 %", "end"]);
         let lines = read(&["line\r".repeat(FRAGMENT_BYTES / 5 + 1).as_bytes(), b"a\nb\r\nc"].concat());
@@ -353,41 +353,43 @@ mod tests {
     }
 
     #[test]
-    fn bad_bytes_are_located_and_reading_continues_after_them() {
+    fn invalid_bytes_are_located_and_reading_continues() {
         let read = |bytes: &[u8], invalid, cut| fragments(bytes, invalid, LineEndings::Newline, cut);
-        let found = read(b"\xef\xbb\xbfok\nab\xffc\nd", InvalidUtf8::Error, Cut::Nowhere);
-        assert_eq!((&found[0], &found[2]), (&Ok(("ok".into(), true)), &Ok(("d".into(), true))));
-        let error = found[1].as_ref().unwrap_err();
+        let lines = read(b"\xef\xbb\xbfok\nab\xffc\nd", InvalidUtf8::Error, Cut::Nowhere);
+        assert_eq!((&lines[0], &lines[2]), (&Ok(("ok".into(), true)), &Ok(("d".into(), true))));
+        let error = lines[1].as_ref().unwrap_err();
         assert!(error.contains("at byte 8 ") && error.contains("--invalid-utf8 replace"), "{error}");
         let replaced = read(b"ab\xffc", InvalidUtf8::Replace, Cut::Blanks);
         assert_eq!(replaced, [Ok(("ab\u{fffd}c".into(), true))]);
-        // In an endless word.
+        // In a very long word.
         for at in [10, 1 << 20, (3 << 20) - 5, (3 << 20) + 2] {
             let mut bytes = ["x".repeat(3 << 20).as_bytes(), b" abc"].concat();
             bytes[at] = 0xff;
-            let found = read(&bytes, InvalidUtf8::Error, Cut::Words(&|c| c == ' '));
-            let error = found.into_iter().find_map(std::result::Result::err).unwrap();
+            let lines = read(&bytes, InvalidUtf8::Error, Cut::Words(&|c| c == ' '));
+            let error = lines.into_iter().find_map(std::result::Result::err).unwrap();
             assert!(error.contains(&format!("at byte {at} ")), "{error}");
         }
     }
 
     #[test]
-    fn endless_lines_are_cut_where_their_tokens_stay_the_same() {
+    fn very_long_lines_are_cut_without_changing_tokens() {
         let read = |text: &str, cut| -> Vec<_> {
-            let found = fragments(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, cut);
-            found.into_iter().map(std::result::Result::unwrap).collect()
+            let pieces = fragments(text.as_bytes(), InvalidUtf8::Error, LineEndings::Newline, cut);
+            pieces.into_iter().map(std::result::Result::unwrap).collect()
         };
-        let joined = |found: &[(String, bool)]| found.iter().map(|(text, _)| &**text).collect::<String>();
+        let joined = |pieces: &[(String, bool)]| pieces.iter().map(|(text, _)| &**text).collect::<String>();
         let text = "wörd ".repeat(3 * FRAGMENT_BYTES / 6) + &"x".repeat(3 * FRAGMENT_BYTES) + " end";
-        let found = read(&text, Cut::Blanks);
-        assert!(found.len() >= 3 && found.iter().all(|(text, ends_line)| *ends_line || text.ends_with(' ')));
-        assert_eq!(joined(&found), text);
-        // Text without blanks is cut between words, and endless words are shortened.
+        let pieces = read(&text, Cut::Blanks);
+        assert!(
+            pieces.len() >= 3 && pieces.iter().all(|(text, ends_line)| *ends_line || text.ends_with(' '))
+        );
+        assert_eq!(joined(&pieces), text);
+        // Text without spaces is cut between words, and very long words are shortened.
         let sentence = "日本語です。".repeat(FRAGMENT_BYTES / 4);
         let word = "ß".repeat(3 << 20);
-        let found = read(&format!("{sentence}{word}。{sentence}"), Cut::Words(&|c| "。 ".contains(c)));
-        assert!(found.iter().all(|(text, ends_line)| *ends_line || text.ends_with('。')));
-        let all = joined(&found);
+        let pieces = read(&format!("{sentence}{word}。{sentence}"), Cut::Words(&|c| "。 ".contains(c)));
+        assert!(pieces.iter().all(|(text, ends_line)| *ends_line || text.ends_with('。')));
+        let all = joined(&pieces);
         let rest = all.strip_prefix(&sentence).and_then(|rest| rest.strip_suffix(&sentence)).unwrap();
         let short = rest.strip_suffix('。').unwrap();
         assert!(short.chars().all(|c| c == 'ß') && (WORD_HEAD..4 * FRAGMENT_BYTES).contains(&short.len()));
@@ -395,7 +397,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lines_agree_with_the_standard_library(text in "[a-z\r\n ß]{0,60}") {
+        fn lines_match_the_standard_library(text in "[a-z\r\n ß]{0,60}") {
             let expected: Vec<String> = text.lines().map(str::to_owned).collect();
             prop_assert_eq!(read(text.as_bytes(), LineEndings::Newline, Cut::Nowhere), expected);
             let unix = text.replace("\r\n", "\n").replace('\r', "\n");

@@ -1,5 +1,5 @@
-//! Reading zstd with long windows. A frame's window is how far it may refer back, which its reader keeps in memory:
-//! 8 MiB or less by default, 2 GiB after `zstd --long=31`, with which the largest dumps of forums are packed.
+//! Reading zstd with long windows. A frame's window is the distance of its longest back-reference, which the reader keeps
+//! in memory: 8 MiB or less by default, 2 GiB with `zstd --long=31`, as used for the largest forum dumps.
 
 use std::io::{BufRead, Error as IoError, Read, Result as IoResult};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,11 +8,11 @@ use std::time::Duration;
 use zstd::stream::read::Decoder;
 
 const MAX_WINDOW_LOG: u32 = 31;
-/// Files with a larger window are read one at a time, so that memory is bounded however many are read in parallel.
+/// Files with a larger window are read one at a time, which bounds the memory of parallel readers.
 const SMALL_WINDOW: u64 = 128 << 20;
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The process that reads a file with a large window; 0 if none does. No lock, which a fork could leave held.
+/// The process that reads a file with a large window, or 0. Not a lock, because a fork could leave it held.
 static READER: AtomicU32 = AtomicU32::new(0);
 
 pub(super) struct WindowedReader<R: BufRead> {
@@ -21,7 +21,7 @@ pub(super) struct WindowedReader<R: BufRead> {
 }
 
 impl<R: BufRead> WindowedReader<R> {
-    /// Waits until no other file with a large window is being read, if this one has one.
+    /// If this file has a large window, waits until no other such file is being read.
     pub fn new(input: R, window: u64) -> IoResult<Self> {
         if window > 1 << MAX_WINDOW_LOG {
             return Err(IoError::other(TOO_LARGE));
@@ -45,7 +45,7 @@ impl Turn {
         let process = std::process::id();
         loop {
             let reader = READER.load(Ordering::Acquire);
-            let is_free = reader != process; // another process's was inherited by a fork
+            let is_free = reader != process; // the id of another process was inherited by a fork
             if is_free
                 && READER.compare_exchange(reader, process, Ordering::AcqRel, Ordering::Acquire).is_ok()
             {
@@ -62,7 +62,7 @@ impl Drop for Turn {
     }
 }
 
-/// The window in bytes of the first frame with data, if it is in these first bytes of a file.
+/// The window, in bytes, of the first frame with data, if that frame begins in `head`.
 pub(super) fn window_of(mut head: &[u8]) -> Option<u64> {
     loop {
         let (magic, rest) = head.split_first_chunk()?;
@@ -84,7 +84,7 @@ fn frame_window(header: &[u8]) -> Option<u64> {
         let base = 1_u64 << (10 + exponent);
         return Some(base + base / 8 * u64::from(mantissa));
     }
-    // A single segment, whose window is all of its content.
+    // A single segment: the window is its whole content.
     let dictionary_bytes = [0, 1, 2, 4][usize::from(descriptor & 3)];
     let (size_bytes, offset) = [(1, 0), (2, 256), (4, 0), (8, 0)][usize::from(descriptor >> 6)];
     let bytes = rest.get(dictionary_bytes..)?.get(..size_bytes)?;
@@ -93,20 +93,20 @@ fn frame_window(header: &[u8]) -> Option<u64> {
 
 const TOO_LARGE: &str = "too much memory";
 
-/// What is to be done about an error of the decoder that does not mean damage.
+/// The remedy for an error of the decoder that does not indicate damage.
 pub(super) fn remedy_of(error: &IoError) -> Option<String> {
     let text = error.to_string();
-    let what = if text.contains(TOO_LARGE) {
-        "has a window of more than 2 GiB; pack it again with `zstd --long=31` or less"
+    let remedy = if text.contains(TOO_LARGE) {
+        "has a window of more than 2 GiB; compress it again with `zstd --long=31` or less"
     } else if text.contains("not enough memory") {
-        "has a window that does not fit into memory (up to 2 GiB); free some, or unpack it elsewhere with \
+        "has a window that does not fit into memory (up to 2 GiB); free some, or decompress it elsewhere with \
          `zstd -d --long=31`"
     } else if text.contains("Dictionary mismatch") {
-        "needs the dictionary that it was packed with; unpack it with `zstd -d -D DICTIONARY`"
+        "needs the dictionary that it was compressed with; decompress it with `zstd -d -D DICTIONARY`"
     } else {
         return None;
     };
-    Some(what.to_owned())
+    Some(remedy.to_owned())
 }
 
 #[cfg(test)]
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_that_are_no_damage_have_their_remedy() {
+    fn errors_without_damage_have_a_remedy() {
         let remedy = |bytes: &[u8]| {
             let reader = WindowedReader::new(bytes, window_of(bytes).unwrap_or(0));
             let error = reader.and_then(|mut reader| reader.read_to_end(&mut Vec::new())).unwrap_err();
@@ -156,7 +156,7 @@ mod tests {
         let mut huge = packed(b"text", 31);
         huge[5] = (32 - 10) << 3;
         assert!(remedy(&huge).contains("zstd --long=31"), "{}", remedy(&huge));
-        // A later frame's window is known only to the decoder.
+        // Only the decoder knows a later frame's window.
         let later = [packed(b"text", 20), huge].concat();
         assert!(remedy(&later).contains("zstd --long=31"), "{}", remedy(&later));
         let mut encoder = zstd::bulk::Compressor::with_dictionary(1, &b"a dictionary ".repeat(20)).unwrap();

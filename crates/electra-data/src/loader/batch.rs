@@ -1,7 +1,7 @@
 //! Rows to Arrow record batches: the schema, and the writer that fills a batch in place.
 //!
 //! All fixed-size columns of a batch share one buffer, which is reused once the consumer has dropped the
-//! batch. So a running loader neither allocates nor causes page faults.
+//! batch. So a running loader neither allocates memory nor causes page faults.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,9 +19,9 @@ use crate::format::{Corpus, Shard, SpecialTokens};
 use crate::philox::{Purpose, Stream};
 use crate::threads::lock;
 
-/// Columns begin at multiples of 128 bytes, as Arrow's own buffers do.
+/// Columns begin at multiples of 128 bytes, like Arrow's buffers.
 const ALIGNED_WORDS: usize = 32;
-/// Fixed-size columns: four of them per token, three per mask slot.
+/// Fixed-size columns: four per token, three per mask slot.
 const COLUMNS: usize = 7;
 const PREFETCH_ROWS: usize = 8;
 
@@ -80,7 +80,7 @@ pub(super) struct BufferPool {
 }
 
 impl BufferPool {
-    /// Upper bound on the buffers remembered here, for consumers that keep all batches.
+    /// Upper bound on the buffers in this pool, for consumers that keep all batches.
     const MAX_BUFFERS: usize = 16;
 
     fn take(&self, words: usize) -> MutableBuffer {
@@ -132,7 +132,7 @@ impl BatchWriter {
         let mut ends = Vec::with_capacity(rows + 1);
         ends.push(0_i32);
         // All rows are looked up before any is copied: they are scattered over the window, and in a loop this
-        // short the processor waits for many of them at once.
+        // short, the processor waits for many of them at the same time.
         let ordered = ranges.iter().flat_map(|range| range.rows.clone().map(|row| range.window.row(row)));
         let ordered: Vec<Row<'_>> = ordered.collect();
         ordered.iter().take(PREFETCH_ROWS).for_each(Row::prefetch);

@@ -1,4 +1,4 @@
-//! Cutting the streams of rows into batches: which rows of which windows a rank's part of a batch has.
+//! Cutting the streams of rows into batches: selects the rows and windows of a rank's part of a batch.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -26,12 +26,12 @@ struct LaneCutter {
 struct CorpusCursor {
     num_windows: u32,
     position: CorpusPosition,
-    /// The planned windows, the first of them the one at `position`.
+    /// The planned windows, starting with the window at `position`.
     windows: VecDeque<Arc<ShuffleWindow>>,
 }
 
 pub(super) enum NextBatch {
-    /// The rows of all of the rank's lanes; with one lane, fewer than the batch size at the end.
+    /// The rows of all lanes of the rank; with one lane, the last batch may be smaller.
     Ready(Vec<RowRange>),
     NeedsWindow(usize),
     Finished,
@@ -60,7 +60,7 @@ impl BatchCutter {
         }
     }
 
-    /// Takes the next window of a corpus in a lane, counted from the rank's first one.
+    /// Receives the next window of a corpus in a lane, counted from the rank's first lane.
     pub fn accept(&mut self, lane: usize, corpus: usize, window: Arc<ShuffleWindow>) {
         let source = &mut self.lanes[lane].corpora[corpus];
         source.windows.push_back(window);
@@ -87,7 +87,7 @@ impl LaneCutter {
         }
     }
 
-    /// Adds rows until the lane has given `wanted` or is finished, or returns the corpus whose window it needs first.
+    /// Adds rows until the lane has supplied `wanted` rows or is finished; otherwise returns the corpus whose window is missing.
     fn give(&mut self, wanted: u64, batch: &mut Vec<RowRange>) -> Option<usize> {
         while self.rows < wanted {
             let corpus = self.turns.next()?;

@@ -18,14 +18,14 @@ use crate::store::Cancel;
 
 /// Shuffle windows that the cache of a corpus in an object store must hold.
 const MIN_CACHED_WINDOWS: u64 = 3;
-/// The most windows that are fetched ahead; they also take memory for their rows.
+/// Maximum number of windows fetched ahead; they also take memory for their rows.
 const MAX_WAITING: u64 = 7;
-/// The number of lanes of large corpora in object stores: nodes that can read different blocks.
+/// The number of lanes of large corpora in object stores: the number of nodes that can read different blocks.
 const AUTO_LANES: u64 = 64;
-/// With fewer blocks in a lane, one block more or less would make a lane's epochs much longer than another's.
+/// Minimum blocks per lane: with fewer, one block more or less would make one lane's epochs much longer than another's.
 const MIN_LANE_BLOCKS: u64 = 16;
 
-/// Masked, packed batches of a corpus or of several. Corpora, options and seed alone decide their content and order.
+/// Masked, packed batches of one or several corpora. Only corpora, options and seed decide their content and order.
 pub struct Loader {
     pub(super) shared: Arc<Shared>,
     pub(super) positions: Vec<Vec<CorpusPosition>>,
@@ -33,14 +33,14 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// A loader at its start; no token is read yet. A wrong option or an empty corpus is [`Error::Input`].
+    /// A loader at its start, which has not read any tokens. A wrong option or an empty corpus is [`Error::Input`].
     pub fn new(corpus: Arc<Corpus>, options: &LoaderOptions) -> Result<Self> {
         Self::mixture(vec![(corpus, None)], options)
     }
 
-    /// A loader whose rows come from several corpora in proportion to their weights; without any weight, to their
-    /// tokens. A corpus that has been read `epochs` times leaves its share to the others. Corpora with different
-    /// vocabularies, the same one twice, and weights that are not above 0 are [`Error::Input`].
+    /// A loader with rows from several corpora in proportion to their weights or, without weights, to their numbers of
+    /// tokens. After `epochs` epochs of a corpus, the others supply its rows. Corpora with different
+    /// vocabularies, repeated corpora, and weights of 0 or less are [`Error::Input`].
     pub fn mixture(corpora: Vec<(Arc<Corpus>, Option<f64>)>, options: &LoaderOptions) -> Result<Self> {
         options.check()?;
         let mixture = Mixture::new(corpora, options.seed as u64, options.lanes as u32)?;
@@ -54,7 +54,7 @@ impl Loader {
         Ok(Self { shared, positions: vec![vec![CorpusPosition::default(); count]; lanes], pipeline: None })
     }
 
-    /// Waits for the next batch, at most `timeout`. An error leaves the loader at the batch that failed.
+    /// Waits for the next batch, at most `timeout`. After an error, the loader stays at the failed batch.
     pub fn poll_next(&mut self, timeout: Duration) -> Result<Poll> {
         let pipeline = match &mut self.pipeline {
             Some(pipeline) => pipeline,
@@ -72,12 +72,12 @@ impl Loader {
         }
     }
 
-    /// The position after the last batch that was returned.
+    /// The position after the last returned batch.
     pub fn state(&self) -> LoaderState {
         LoaderState::new(&self.positions, &self.shared.options, &self.shared.mixture)
     }
 
-    /// How often each corpus has been read: epochs and a fraction of the next, the mean of this rank's lanes.
+    /// Passes over each corpus: epochs and a fraction of the next one, averaged over this rank's lanes.
     pub fn passes(&self) -> Vec<f64> {
         let Shared { mixture, options, .. } = &*self.shared;
         let lanes = self.positions.len() as f64;
@@ -89,7 +89,7 @@ impl Loader {
     }
 
     /// Resumes from the state of a loader with the same corpora, weights, seed, lanes and row options; batch size, ranks
-    /// and threads may differ. An error leaves the loader as it was.
+    /// and threads may differ. After an error, the loader is unchanged.
     pub fn restore(&mut self, state: &LoaderState) -> Result<()> {
         let Shared { mixture, options, .. } = &*self.shared;
         let mut positions = state.positions(options, mixture)?;
@@ -110,7 +110,7 @@ impl Loader {
                 return Err(beyond("epoch", u64::from(at.epoch)));
             }
             if at.window >= blocks.num_windows(*lane) {
-                return Err(beyond("group", u64::from(at.window))); // its name in the JSON
+                return Err(beyond("group", u64::from(at.window))); // "group" is its name in the JSON
             }
         }
         let windows: Vec<_> = positions
@@ -132,20 +132,20 @@ impl Loader {
         Ok(())
     }
 
-    /// What the rows of an epoch contain, over all corpora. Where this depends on the epoch (`examples` packing, and cuts at
-    /// words or lines), in the first one. Packs all blocks in parallel, which reads the ends of documents; for `examples`
+    /// The contents of the rows of an epoch, over all corpora. If they depend on the epoch (`examples` packing, and cuts at
+    /// words or lines), of the first epoch. Packs all blocks in parallel, which reads the ends of documents; for `examples`
     /// and cuts at lines also all line lengths, for cuts at words some tokens of every row.
     pub fn contents(&self) -> Result<Contents> {
         let Shared { mixture, options, .. } = &*self.shared;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(16) as u32);
         let sum_of = |blocks: &Blocks, first: u32| -> Result<Contents> {
             let mut packer = Packer::new(options, blocks.seed);
-            let ours = (first..blocks.len()).step_by(threads as usize);
+            let numbers = (first..blocks.len()).step_by(threads as usize);
             let of_block = |block| {
                 let _pins = blocks.pin_tables(block, packer.reads_lines())?;
                 Ok(Contents::of(&blocks.rows(&mut packer, RngCounter { epoch: 0, block })?))
             };
-            ours.map(of_block).sum()
+            numbers.map(of_block).sum()
         };
         let cancel = Cancel::default();
         let sum =
@@ -170,7 +170,7 @@ impl Loader {
 pub struct Contents {
     pub rows: u64,
     pub tokens: u64,
-    /// Positions that are not padding: these tokens and the special ones.
+    /// Positions that are not padding: these tokens and the special tokens.
     pub positions: u64,
 }
 
@@ -210,11 +210,11 @@ impl Iterator for Loader {
     }
 }
 
-/// How many planned windows of a corpus may wait between the planner and the caller: one for a corpus on disk, none in
-/// a mixture, and as many in each lane.
+/// Number of a corpus's planned windows that may wait between planner and caller, per lane: one for a corpus on disk,
+/// none in a mixture.
 ///
-/// The cache of a corpus in an object store must hold the windows of two fetches for the caller, whose batch may span
-/// both, and those that are being fetched; if it holds more, more are fetched ahead.
+/// The cache of a corpus in an object store must hold two fetches of windows for the caller, whose batch may span
+/// both, and the windows that are being fetched; a larger cache allows more windows to be fetched ahead.
 fn windows_waiting(blocks: &Blocks, lanes: u32, lines: bool, num_corpora: usize) -> Result<usize> {
     let per_fetch = blocks.windows_per_fetch(lanes) * u64::from(lanes);
     let Some(limit) = blocks.corpus.cache_limit() else {
@@ -224,17 +224,17 @@ fn windows_waiting(blocks: &Blocks, lanes: u32, lines: bool, num_corpora: usize)
     let fit = limit / window.max(1);
     if fit < MIN_CACHED_WINDOWS {
         let needed = window.saturating_mul(MIN_CACHED_WINDOWS);
-        let (corpus, given) = (blocks.corpus.dir().display(), limit.saturating_mul(num_corpora as u64));
+        let (corpus, bytes) = (blocks.corpus.dir().display(), limit.saturating_mul(num_corpora as u64));
         return Err(Error::Input(format!(
-            "cache_bytes = {given}: {MIN_CACHED_WINDOWS} shuffle windows of {corpus} need {needed}; give at least {}",
+            "cache_bytes = {bytes}: must be at least {}; {MIN_CACHED_WINDOWS} shuffle windows of {corpus} need {needed}",
             needed.saturating_mul(num_corpora as u64)
         )));
     }
     Ok(((fit - MIN_CACHED_WINDOWS).min(MAX_WAITING) * per_fetch) as usize)
 }
 
-/// The number of lanes for a run: 1 if all corpora are on disk; for corpora in object stores, as many as there may be
-/// nodes, if each lane has some blocks of every corpus.
+/// The number of lanes for a run: 1 if all corpora are on disk; for corpora in object stores, the maximum number of
+/// nodes, provided that each lane has some blocks of every corpus.
 pub fn auto_lanes(corpora: &[Arc<Corpus>], batch_size: i64) -> Result<i64> {
     let mut lanes = AUTO_LANES;
     for corpus in corpora {
@@ -245,6 +245,6 @@ pub fn auto_lanes(corpora: &[Arc<Corpus>], batch_size: i64) -> Result<i64> {
     Ok(if is_stored { largest_divisor(batch_size.max(1) as u64, lanes) as i64 } else { 1 })
 }
 
-fn beyond(what: &str, value: u64) -> Error {
-    Error::Input(format!("state: {what} {value} is beyond the end of the corpus or of its epochs"))
+fn beyond(name: &str, value: u64) -> Error {
+    Error::Input(format!("state: {name} = {value}: beyond the end of the corpus or of its epochs"))
 }

@@ -1,10 +1,10 @@
-//! Which blocks a lane reads, and in which order.
+//! The blocks of a lane and their order.
 //!
-//! The rows of a batch are divided into lanes. Each lane has windows of its own, so ranks that take different lanes
+//! The rows of a batch are divided into lanes. Each lane has separate windows, so ranks with different lanes
 //! fetch different blocks. With one lane, an epoch visits all blocks of the corpus in a pseudorandom order. With
-//! several, the shards of an epoch stand in a pseudorandom order, their blocks form a ring, and each lane gets an
+//! several lanes, the shards of an epoch have a pseudorandom order, their blocks form a ring, and each lane gets an
 //! equal arc of it, beginning at a pseudorandom block. A lane reads its arc stretch by stretch and the blocks of a
-//! stretch in a pseudorandom order. So a lane needs the tables of a few shards at a time, and shares few with others.
+//! stretch in a pseudorandom order. So a lane needs the tables of only a few shards at a time, and shares few of them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::threads::lock;
 
 const BLOCKS_PER_WINDOW: u32 = 64;
 const STRETCH_BLOCKS: u64 = 2_048;
-/// Rings that are kept: lanes may be in different epochs.
+/// Number of rings in memory: lanes may be in different epochs.
 const MAX_RINGS: usize = 3;
 
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub(super) struct BlockOrder {
 struct Ring {
     epoch: u32,
     shards: Vec<u32>,
-    /// For each of `shards`, the number of blocks in it and those before it.
+    /// Cumulative numbers of blocks of `shards`.
     ends: Vec<u32>,
     start: u32,
 }
@@ -55,7 +55,7 @@ impl BlockOrder {
         BLOCKS_PER_WINDOW.div_ceil(self.num_lanes).into()
     }
 
-    /// The number of blocks that a lane reads per epoch: equal for all lanes, or one less.
+    /// The number of blocks that a lane reads per epoch: the same for all lanes, or one less.
     pub fn lane_blocks(&self, lane: u32) -> u64 {
         let arc = self.arc(lane);
         arc.end - arc.start
@@ -147,7 +147,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_epoch_has_each_block_in_one_lane(
+        fn each_block_is_in_one_lane_per_epoch(
             blocks in prop::collection::vec(1_u32..700, 1..20), seed: u64, epoch: u32, num_lanes in 1_u32..100,
         ) {
             let order = order(&blocks, seed, num_lanes.min(blocks.iter().sum()));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_get_other_blocks_in_each_epoch() {
+    fn lanes_get_different_blocks_in_each_epoch() {
         for blocks in [&[512][..], &[8; 64]] {
             let order = order(blocks, 3, 8);
             let mut times = vec![0; 512];
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_needs_the_tables_of_few_shards_at_a_time() {
+    fn lane_needs_tables_of_few_shards_at_a_time() {
         let order = order(&[512; 400], 3, 10);
         for number in 0..10 {
             let shards = |blocks: &[u32]| {

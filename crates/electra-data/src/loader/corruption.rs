@@ -70,7 +70,7 @@ fn complaints(dir: &Path) -> Vec<String> {
     verify(dir).map_or_else(|error| vec![error.to_string()], |verified| verified.damaged)
 }
 
-/// The errors of reading and verifying, each in one line that names a file; none of a sound corpus.
+/// The errors of reading and verifying: one line each, with a file name; none for a sound corpus.
 fn all_errors(dir: &Path) -> Vec<String> {
     let (errors, complaints) = (read_all(dir), complaints(dir));
     for error in errors.iter().chain(&complaints) {
@@ -82,13 +82,13 @@ fn all_errors(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn every_flipped_bit_and_every_wrong_length_is_noticed() {
+fn every_flipped_bit_and_wrong_length_is_detected() {
     let dir = tiny_corpus();
     for path in files(dir.path()) {
         // Loading reads neither the vocabulary nor, with best-fit packing, the line lengths.
         let loaded = path.extension().is_some_and(|kind| kind == "tokens" || kind == "json");
         let sound = std::fs::read(&path).unwrap();
-        // Of the manifest, every 61st: its own test flips the others.
+        // In the manifest, every 61st bit: a test of the manifest flips all bits.
         let step = if path.ends_with(MANIFEST) { 61 } else { 1 };
         for bit in (0..sound.len() * 8).step_by(step) {
             let mut flipped = sound.clone();
@@ -110,7 +110,7 @@ fn every_flipped_bit_and_every_wrong_length_is_noticed() {
 
 /// An interrupted copy: every file is sound, but one belongs to another corpus with the same counts.
 #[test]
-fn a_file_of_another_corpus_is_refused_by_all_that_read_it() {
+fn file_of_another_corpus_is_refused_by_all_readers() {
     let (dir, other) = (tiny_corpus(), corpus_of(&[vec![vec![5], vec![6, 9]], vec![vec![8]]]));
     let holdout = |dir: &Path, fingerprint: &str| {
         std::fs::create_dir(dir.join("holdout")).unwrap();
@@ -138,14 +138,14 @@ fn a_file_of_another_corpus_is_refused_by_all_that_read_it() {
             ("holdout/manifest.json", 0),
         ] {
             let (to, from) = (to.path().join(name), from.path().join(name));
-            let ours = std::fs::read(&to).unwrap();
+            let original = std::fs::read(&to).unwrap();
             std::fs::copy(&from, &to).unwrap();
             let dir = to.ancestors().find(|dir| dir.join("holdout").is_dir()).unwrap();
             let errors = read_all(dir);
             assert_eq!(errors.len(), num_readers, "{name}: {errors:?}");
             let complaints = complaints(dir);
             for error in errors.iter().chain(&complaints) {
-                assert!(error.starts_with(&format!("{}: not the one that", to.display())), "{error}");
+                assert!(error.starts_with(&format!("{}: not the file that", to.display())), "{error}");
                 assert!(
                     error.ends_with("copy the corpus again, and check it with `electra-fast verify`"),
                     "{error}"
@@ -153,7 +153,7 @@ fn a_file_of_another_corpus_is_refused_by_all_that_read_it() {
             }
             assert_eq!(complaints.len(), 1, "{complaints:?}");
             assert_eq!(read_all(&dir.join("holdout")).is_empty(), !name.starts_with("holdout"), "{name}");
-            std::fs::write(&to, ours).unwrap();
+            std::fs::write(&to, original).unwrap();
         }
     }
 }
@@ -167,7 +167,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn what_is_forged_with_its_checksums_is_rejected_or_consistent(
+    fn forgeries_with_valid_checksums_are_rejected_or_consistent(
         shard in 0_usize..2, lines: bool,
         words in prop::collection::vec((1_usize..HEADER_BYTES / 8, odd_number()), 0..3),
         others in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
@@ -196,27 +196,33 @@ proptest! {
     }
 }
 
-fn numbers_of<'a>(value: &'a mut Value, found: &mut Vec<&'a mut Value>) {
+fn numbers_of<'a>(value: &'a mut Value, numbers: &mut Vec<&'a mut Value>) {
     match value {
-        Value::Number(_) => found.push(value),
-        Value::Array(items) => items.iter_mut().for_each(|item| numbers_of(item, found)),
-        Value::Object(fields) => fields.values_mut().for_each(|field| numbers_of(field, found)),
+        Value::Number(_) => numbers.push(value),
+        Value::Array(items) => items.iter_mut().for_each(|item| numbers_of(item, numbers)),
+        Value::Object(fields) => fields.values_mut().for_each(|field| numbers_of(field, numbers)),
         _ => {}
     }
 }
 
 #[test]
-fn damage_under_valid_checksums_is_found() {
+fn damage_with_valid_checksums_is_detected() {
     for (lines, at, value, message) in [
         (false, 28, 100, "token 14: id 100 is not in the vocabulary of 100"),
-        (true, 0, 1, "document 0: its lines do not add up to its tokens"),
+        (true, 0, 1, "document 0: its line lengths do not add up to its number of tokens"),
     ] {
         let dir = small_corpus();
         assert_eq!(all_errors(dir.path()), [""; 0]);
         forge(dir.path(), 0, lines, |bytes| bytes[HEADER_BYTES + at] = value);
-        let (read, found) = (read_all(dir.path()), complaints(dir.path()));
-        assert!(found.len() == 1 && read.len() == if lines { 2 } else { 5 }, "{read:?} {found:?}");
-        assert!(read.iter().chain(&found).all(|error| error.contains(message)), "{read:?} {found:?}");
+        let (read, complaints_found) = (read_all(dir.path()), complaints(dir.path()));
+        assert!(
+            complaints_found.len() == 1 && read.len() == if lines { 2 } else { 5 },
+            "{read:?} {complaints_found:?}"
+        );
+        assert!(
+            read.iter().chain(&complaints_found).all(|error| error.contains(message)),
+            "{read:?} {complaints_found:?}"
+        );
         let server = TestServer::start(dir.path());
         let remote = read_all(Path::new(&server.url));
         let is_named = |error: &String| error.starts_with(&server.url) && error.contains(message);
@@ -229,9 +235,9 @@ fn file_names_cannot_lead_out_of_the_folder() {
     for name in ["../vocab.txt", "/etc/hostname", "a/b", "..", ""] {
         let dir = small_corpus();
         rewrite_manifest(dir.path(), |manifest| manifest.tokenizer.file = name.to_owned());
-        assert!(complaints(dir.path())[0].contains("the tokenizer's entry is malformed"), "{name}");
+        assert!(complaints(dir.path())[0].contains("malformed tokenizer entry"), "{name}");
         let dir = small_corpus();
         rewrite_manifest(dir.path(), |manifest| manifest.shards[1].lines.file = name.to_owned());
-        assert!(complaints(dir.path())[0].contains("of shard 1 (from 0) contradict"), "{name}");
+        assert!(complaints(dir.path())[0].contains("of shard 1 (from 0) are inconsistent"), "{name}");
     }
 }

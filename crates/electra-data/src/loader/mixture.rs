@@ -1,7 +1,7 @@
-//! Several corpora as one stream of rows: their proportions, their seeds, and whose turn it is.
+//! Several corpora as one stream of rows: proportions, seeds, and turns.
 //!
 //! Each corpus has its own stream of rows, exactly as if it were alone under its seed. A mixture decides row by
-//! row which corpus gives the next one, so its proportions do not depend on batches, ranks or interruptions.
+//! row which corpus supplies the next row, so proportions do not depend on batches, ranks or interruptions.
 
 use std::sync::Arc;
 
@@ -22,11 +22,11 @@ pub(super) struct Mixture {
 }
 
 impl Mixture {
-    /// Corpora with their weights; without any weight, in proportion to their tokens. They must differ and have
-    /// the same tokenizer. A corpus alone is read with `seed` itself.
+    /// Corpora with their weights or, without weights, in proportion to their numbers of tokens. They must differ and have
+    /// the same tokenizer. A single corpus is read with `seed` itself.
     pub fn new(corpora: Vec<Weighted>, seed: u64, num_lanes: u32) -> Result<Self> {
         if corpora.is_empty() {
-            return Err(Error::Input("there is no corpus; name at least one".into()));
+            return Err(Error::Input("no corpus; pass at least one".into()));
         }
         let weights = weights_of(&corpora)?;
         check_corpora(&corpora)?;
@@ -38,7 +38,7 @@ impl Mixture {
         Ok(Self { corpora: corpora.into_iter().map(blocks).collect::<Result<_>>()?, weights })
     }
 
-    /// The turns, in a lane, of corpora that are at `positions`, if each is read `epochs` times.
+    /// The turns, in a lane, of corpora at `positions`, each read `epochs` times.
     pub fn turns(&self, positions: &[CorpusPosition], epochs: u32) -> Turns {
         let weights = self.weights.iter().zip(positions);
         let weights = weights.map(|(&weight, position)| if position.at.epoch < epochs { weight } else { 0 });
@@ -46,18 +46,18 @@ impl Mixture {
     }
 }
 
-/// Decides which corpus gives the next row.
+/// Decides which corpus supplies the next row.
 ///
-/// Row number k (from 0) of a corpus with share w may come as soon as N w > k, if it becomes row N of all rows,
-/// and is due when N w = k + 1. Of the corpora whose next row may come, the one whose row is due first gives it.
+/// Row number k (from 0) of a corpus that supplies a fraction w of the rows may become row N of all rows once N w > k,
+/// and is due when N w = k + 1. Of the corpora whose next row may come, the corpus whose row is due first supplies it.
 /// This is earliest-deadline-first scheduling of fluid shares (Baruah et al., "Proportionate progress", 1996), so
-/// after any N rows the corpus has given more than N w - 1 and less than N w + 1. Taking the corpus that lags
-/// most would not always keep that for more than two.
+/// after any N rows the corpus has supplied more than N w - 1 and less than N w + 1 rows. Choosing the corpus that lags
+/// most would not always guarantee this for more than two corpora.
 #[derive(Clone, Debug)]
 pub(super) struct Turns {
-    /// 0 for a corpus that is finished.
+    /// 0 for a finished corpus.
     weights: Vec<u64>,
-    /// Rows that each corpus has given since the weights last changed.
+    /// Rows that each corpus has supplied since the weights last changed.
     pub rows: Vec<u64>,
     total_weight: u128,
     total_rows: u128,
@@ -87,15 +87,15 @@ impl Turns {
         self.total_rows += u128::from(rows);
     }
 
-    /// Takes a corpus that is finished out of the mixture; the others share anew.
+    /// Removes a finished corpus from the mixture and restarts the turns of the others.
     pub fn finish(&mut self, corpus: usize) {
         self.weights[corpus] = 0;
         *self = Self::new(std::mem::take(&mut self.weights), vec![0; self.rows.len()]);
     }
 }
 
-/// A corpus's own seed in a mixture: equal block numbers of two corpora must not get equal masks, and the order
-/// of a corpus must not depend on the others. Not negative as an `i64`, so that it can be given as an option.
+/// A corpus's seed in a mixture: equal block numbers of two corpora must not get equal masks, and the order
+/// of a corpus must not depend on the others. Not negative as an `i64`, so that it can be passed as an option.
 fn derived_seed(seed: u64, content_hash: &str) -> u64 {
     let hash = u128::from_str_radix(content_hash, 16).unwrap_or_default(); // 32 hexadecimal digits
     let counter = [hash as u32, (hash >> 32) as u32, (hash >> 64) as u32, (hash >> 96) as u32];
@@ -117,7 +117,7 @@ fn check_corpora(corpora: &[Weighted]) -> Result<()> {
     Ok(())
 }
 
-/// Rejects two corpora that do not have the same ids, or are the same corpus.
+/// Rejects two corpora with different ids, or the same corpus twice.
 fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
     let (hash, other, content) = (first.tokenizer_hash(), second.tokenizer_hash(), first.content_hash());
     let again = "prepare one again with the other's vocabulary";
@@ -126,7 +126,7 @@ fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
     } else if first.special_tokens() != second.special_tokens() {
         format!("have different special tokens; {again}")
     } else if content == second.content_hash() {
-        format!("are the same corpus (content hash {content}); name it once, with its whole weight")
+        format!("are the same corpus (content hash {content}); pass it once, with the sum of the weights")
     } else {
         return Ok(());
     };
@@ -134,23 +134,23 @@ fn check_pair(first: &Corpus, second: &Corpus) -> Result<()> {
     Err(Error::Input(format!("{first} and {second} {reason}")))
 }
 
-/// The weights as integers in lowest terms: those given, or the numbers of tokens.
+/// The weights, or else the numbers of tokens, as integers in lowest terms.
 fn weights_of(corpora: &[Weighted]) -> Result<Vec<u64>> {
-    let given: Vec<f64> = corpora.iter().filter_map(|&(_, weight)| weight).collect();
-    if given.is_empty() {
+    let weights: Vec<f64> = corpora.iter().filter_map(|&(_, weight)| weight).collect();
+    if weights.is_empty() {
         let tokens = corpora.iter().map(|(corpus, _)| u128::from(corpus.num_tokens()));
         return lowest_terms(tokens.collect()).ok_or_else(|| Error::Input("too many tokens".into()));
     }
     for (corpus, weight) in corpora {
         let Some(weight) = *weight else {
-            return Err(Error::at(corpus.dir(), "has no weight; give every corpus one, or none"));
+            return Err(Error::at(corpus.dir(), "has no weight; pass weights for all corpora or for none"));
         };
         if !(weight > 0.0 && weight.is_finite()) {
-            return Err(Error::at(corpus.dir(), format!("weight {weight}: must be a number above 0")));
+            return Err(Error::at(corpus.dir(), format!("weight = {weight}: must be a number above 0")));
         }
     }
-    decimals(&given).and_then(lowest_terms).ok_or_else(|| {
-        Error::Input(format!("weights {given:?}: too far apart, or of too many digits; round them"))
+    decimals(&weights).and_then(lowest_terms).ok_or_else(|| {
+        Error::Input(format!("weights = {weights:?}: too far apart, or with too many digits; round them"))
     })
 }
 
@@ -193,17 +193,17 @@ mod tests {
 
     #[test]
     fn proportions_are_exact_at_every_row() {
-        // With the last one, the corpus that lags most would leave another more than a row behind.
+        // With the last weights, choosing the corpus that lags most would leave another one more than a row behind.
         for weights in [&[7, 3][..], &[1, 999], &[5], &[1, 1, 1, 1, 1], &[52, 1, 39, 1, 6, 23, 1, 23, 4]] {
             let total: u64 = weights.iter().sum();
             let mut turns = Turns::new(weights.to_vec(), vec![0; weights.len()]);
             for rows in 1..=3 * total {
                 turns.give(turns.next().unwrap(), 1);
-                for (&given, &weight) in turns.rows.iter().zip(weights) {
-                    assert!((given * total).abs_diff(rows * weight) < total, "{weights:?}: row {rows}");
+                for (&supplied, &weight) in turns.rows.iter().zip(weights) {
+                    assert!((supplied * total).abs_diff(rows * weight) < total, "{weights:?}: row {rows}");
                 }
             }
-            assert!(turns.rows.iter().zip(weights).all(|(&given, &weight)| given == 3 * weight));
+            assert!(turns.rows.iter().zip(weights).all(|(&supplied, &weight)| supplied == 3 * weight));
         }
     }
 }

@@ -15,14 +15,14 @@ const MAX_TOKENS: u64 = 1 << 28;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Masking {
-    /// As in the paper: `ceil(p n)` distinct positions, all `[MASK]`.
+    /// As in the paper: `ceil(p n)` distinct positions, all replaced by `[MASK]`.
     Tokens,
     /// As in the published code: `round(p n)` draws with replacement, each replaced by `[MASK]` with
     /// probability 0.85 and otherwise unchanged.
     WithRepeats,
     /// `round(p n)` distinct positions: 80 % `[MASK]`, 10 % a random token, 10 % unchanged.
     EightyTenTen,
-    /// Whole words in random order, all `[MASK]`, up to `round(p n)` tokens.
+    /// Whole words in random order, all replaced by `[MASK]`, up to `round(p n)` tokens.
     WholeWord,
     /// The same with runs of one to three words.
     Span,
@@ -40,13 +40,13 @@ choice!(Masking {
 pub enum Packing {
     /// Keeps every token and fills rows with as many documents as fit.
     BestFit,
-    /// As the published code: one or two texts from the lines of one document; truncates the overflow.
+    /// Like the published code: one or two texts from the lines of one document; truncates the overflow.
     Examples,
 }
 
 choice!(Packing { "best-fit" => BestFit, "examples" => Examples });
 
-/// Where rows may begin, besides at the start of a document.
+/// Positions at which rows may begin, in addition to the starts of documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CutAt {
     Token,
@@ -59,20 +59,20 @@ choice!(CutAt { "token" => Token, "word" => Word, "line" => Line });
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LoaderOptions {
-    /// Tokens per row, special tokens included (8 to 32,768).
+    /// Tokens per row, including special tokens (8 to 32,768).
     pub sequence_length: i64,
     pub batch_size: i64,
     pub seed: i64,
     pub masking: Masking,
-    /// Fraction of a row's tokens that are masked, between 0 and 1, both excluded.
+    /// Fraction of a row's tokens that are masked: above 0 and below 1.
     pub mask_prob: f64,
     pub packing: Packing,
-    /// Where documents are cut into rows; at words and lines with best-fit packing only.
+    /// Positions at which documents are cut into rows; words and lines need best-fit packing.
     pub cut_at: CutAt,
     /// For each id, whether it begins a word; required if [`LoaderOptions::needs_word_starts`].
     #[serde(skip)]
     pub word_starts: Option<Arc<[bool]>>,
-    /// Which of the `world_size` slices of each batch to load, from 0.
+    /// The slice of each batch to load, from 0 to `world_size` - 1.
     pub rank: i64,
     pub world_size: i64,
     /// Number of lanes: equal parts of each batch whose rows come from different blocks of the corpus.
@@ -129,22 +129,20 @@ impl LoaderOptions {
         let tokens = (rows as u64).div_ceil(self.world_size as u64) * self.sequence_length as u64;
         let (cut_at, packing) = (self.cut_at.name(), self.packing.name());
         Err(Error::Input(if !(prob > 0.0 && prob < 1.0) {
-            format!("mask_prob = {prob}: must lie between 0 and 1, both excluded")
+            format!("mask_prob = {prob}: must be above 0 and below 1")
         } else if self.cut_at != CutAt::Token && self.packing != Packing::BestFit {
             format!(
-                "cut_at = {cut_at:?} needs packing = \"best-fit\"; packing {packing:?} is made of lines already"
+                "cut_at = {cut_at:?}: needs packing = \"best-fit\"; {packing:?} already packs whole lines"
             )
         } else if rows % lanes != 0 {
             let divisor = largest_divisor(rows as u64, lanes as u64);
-            format!(
-                "lanes = {lanes}: must divide batch_size = {rows}; {divisor} is the largest that does, up to {lanes}"
-            )
+            format!("lanes = {lanes}: must divide batch_size = {rows}; the next smaller divisor is {divisor}")
         } else if let (Some(epochs), 2..) = (self.epochs, lanes) {
             format!(
-                "epochs = {epochs} needs lanes = 1, not {lanes}: lanes have different numbers of rows per epoch"
+                "epochs = {epochs}: needs lanes = 1, not {lanes}; lanes have different numbers of rows per epoch"
             )
         } else if tokens > MAX_TOKENS {
-            format!("batch_size = {rows}: {tokens} tokens per rank; at most {MAX_TOKENS} are possible")
+            format!("batch_size = {rows}: must have at most {MAX_TOKENS} tokens per rank, not {tokens}")
         } else {
             return Ok(());
         }))
@@ -173,7 +171,7 @@ impl LoaderOptions {
         matches!(self.masking, Masking::WholeWord | Masking::Span)
     }
 
-    /// The cache of each of `num_corpora` corpora in object stores; `None` for private ones.
+    /// The cache of each of `num_corpora` corpora in object stores; `None` for private caches.
     pub fn cache(&self, num_corpora: usize) -> Option<CacheOptions> {
         let bytes = self.cache_bytes.max(0) as u64 / num_corpora.max(1) as u64;
         self.cache_dir.clone().map(|dir| CacheOptions { dir, bytes })
@@ -185,7 +183,7 @@ impl LoaderOptions {
 
     /// Rejects a corpus whose tokenizer does not mark words, if these options depend on words.
     pub(super) fn check_words(&self, corpus: &Corpus) -> Result<()> {
-        let (what, others) = if self.masks_words() {
+        let (option, others) = if self.masks_words() {
             (format!("masking = {:?}", self.masking.name()), "\"tokens\", \"with-repeats\" or \"80-10-10\"")
         } else if self.cut_at == CutAt::Word {
             ("cut_at = \"word\"".to_owned(), "\"token\" or \"line\"")
@@ -196,24 +194,24 @@ impl LoaderOptions {
         let path = path.display();
         let reason = match self.word_starts.as_deref().map(<[bool]>::len) {
             None => format!(
-                "the entries of {path} do not mark where words begin; choose {others}, or prepare the text with \
+                "{path} does not mark where words begin; choose {others}, or prepare the text with \
                  a WordPiece, byte-level BPE or SentencePiece vocabulary"
             ),
-            Some(found) if found == size as usize => return Ok(()),
-            Some(found) => {
-                format!("{path} has {found} entries, not {size} as the corpus; run `electra-fast verify`")
+            Some(len) if len == size as usize => return Ok(()),
+            Some(len) => {
+                format!("{path} has {len} entries, but the corpus has {size}; run `electra-fast verify`")
             }
         };
-        Err(Error::Input(format!("{what}: {reason}")))
+        Err(Error::Input(format!("{option}: {reason}")))
     }
 
-    /// The options that determine the content of rows, besides corpus and seed. Batch size, ranks and threads
+    /// The options that determine the content of rows, together with corpus and seed. Batch size, ranks and threads
     /// do not, so they may change when a run is resumed.
     pub(super) fn content(&self) -> String {
         let (length, prob) = (self.sequence_length, self.mask_prob);
         let (masking, packing) = (self.masking.name(), self.packing.name());
         let cut_at = match self.cut_at {
-            CutAt::Token => String::new(), // as in states from before this option existed
+            CutAt::Token => String::new(), // as in states saved before this option existed
             cut_at => format!(" cut_at={}", cut_at.name()),
         };
         let lanes = if self.lanes == 1 { String::new() } else { format!(" lanes={}", self.lanes) };
@@ -223,7 +221,7 @@ impl LoaderOptions {
     }
 }
 
-/// The largest divisor of a number that is at most `limit`, which must be at least 1.
+/// The largest divisor of `number` up to `limit`, which must be at least 1.
 pub(super) fn largest_divisor(number: u64, limit: u64) -> u64 {
     (1..=limit.min(number)).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
 }

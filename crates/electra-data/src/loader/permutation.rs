@@ -42,7 +42,7 @@ impl Permutation {
         value
     }
 
-    /// One pass of the network: each half in turn is XORed with a function of the other. That is a bijection
+    /// One pass of the network: each half in turn is XORed with a function of the other. This is a bijection
     /// for any function and any sizes of the halves.
     #[inline]
     fn scramble(&self, value: u64) -> u64 {

@@ -1,5 +1,5 @@
-//! Loaders over a corpus behind a web server: the same batches as from disk, little traffic, a bounded cache, and
-//! servers that misbehave.
+//! Loaders over a corpus on a web server: the same batches as from disk, little traffic, a bounded cache, and
+//! faulty servers.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::store::test_server::{Fault, TestServer};
 
 const GENEROUS: u64 = 1 << 40;
 
-/// Writes so many documents of up to so many lines, and of fewer tokens in each.
+/// Writes `count` documents of up to `lines` lines with fewer than `tokens` tokens.
 fn write(dir: &Path, seed: u64, count: u32, (lines, tokens): (u32, u32), max_tokens: u64) {
     let mut stream = Stream::new(seed, Purpose::Tie, [0; 3]);
     let mut document = |_| -> Vec<Vec<u32>> {
@@ -60,14 +60,14 @@ fn runs(dir: &Path) -> Vec<PathBuf> {
     files.map(|entry| entry.unwrap().path()).collect()
 }
 
-/// Bytes on disk of these files, of which other threads may remove some.
+/// Bytes on disk of files, some of which other threads may remove.
 fn disk_usage(files: &[PathBuf]) -> u64 {
     use std::os::unix::fs::MetadataExt;
-    files.iter().filter_map(|file| file.metadata().ok()).map(|found| 512 * found.blocks()).sum()
+    files.iter().filter_map(|file| file.metadata().ok()).map(|metadata| 512 * metadata.blocks()).sum()
 }
 
 #[test]
-fn batches_are_those_from_disk_in_any_packing() {
+fn batches_equal_batches_from_disk_in_any_packing() {
     let (corpus, scratch, server) = served(write_shards);
     for (packing, cut_at) in
         [("best-fit", "token"), ("best-fit", "word"), ("best-fit", "line"), ("examples", "token")]
@@ -85,7 +85,7 @@ fn batches_are_those_from_disk_in_any_packing() {
 }
 
 #[test]
-fn readers_of_one_node_fetch_each_byte_once_in_any_number_of_epochs() {
+fn readers_of_one_node_fetch_each_byte_once() {
     let (corpus, scratch, server) = served(write_shards);
     let options = LoaderOptions { epochs: Some(2), ..options() };
     let local = hashes(loader_of(corpus.path(), &options));
@@ -97,29 +97,30 @@ fn readers_of_one_node_fetch_each_byte_once_in_any_number_of_epochs() {
 }
 
 #[test]
-fn a_cache_of_three_windows_stays_small_and_fetches_each_block_once() {
+fn cache_of_three_windows_stays_small_and_fetches_each_block_once() {
     let (corpus, scratch, server) = served(write_many_windows);
     let options = LoaderOptions { batch_size: 4_096, sequence_length: 512, ..options() };
     let needed = cached(&server, scratch.path(), 1 << 20, &options).err().unwrap().to_string();
-    let limit: u64 = needed.split_once("need ").unwrap().1.split_once(';').unwrap().0.parse().unwrap();
-    assert!(needed.starts_with("cache_bytes = 1048576: 3 shuffle windows of http://"), "{needed}");
+    let limit: u64 =
+        needed.split_once("must be at least ").unwrap().1.split_once(';').unwrap().0.parse().unwrap();
+    assert!(needed.starts_with("cache_bytes = 1048576: must be at least "), "{needed}");
     let total = token_bytes(corpus.path());
     assert!(limit < total * 7 / 8, "{limit} of {total}");
     let local = hashes(loader_of(corpus.path(), &options));
     let mut remote = cached(&server, scratch.path(), limit, &options).unwrap();
-    let (mut found, mut largest) = (Vec::new(), 0);
+    let (mut hashes, mut largest) = (Vec::new(), 0);
     for batch in remote.by_ref() {
-        found.push(super::tests::hash(&rows(&batch.unwrap())));
+        hashes.push(super::tests::hash(&rows(&batch.unwrap())));
         largest = largest.max(disk_usage(&runs(scratch.path())));
     }
-    assert_eq!(found, local);
+    assert_eq!(hashes, local);
     assert!(largest <= limit + (1 << 20), "{largest} of {limit}");
-    // A block begins and ends within a checksum's block, which its neighbor needs too: 9 instead of 8 per block.
+    // A block begins and ends within a checksummed block, which its neighbor needs too: 9 instead of 8 per block.
     let served = server.bytes_served(".tokens");
     assert!(served < total * 5 / 4, "{served} of {total}");
 }
 
-/// Five windows: 320 blocks of which each shard has eight.
+/// Five windows: 320 blocks, eight per shard.
 fn write_many_windows(dir: &Path) {
     let documents: Vec<Vec<Vec<u32>>> =
         (0..40 * 8 * 64).map(|number| vec![vec![5 + number % 20_000; 4_096]]).collect();
@@ -127,7 +128,7 @@ fn write_many_windows(dir: &Path) {
 }
 
 #[test]
-fn passing_faults_change_nothing_and_a_request_is_repeated_only_for_a_fault() {
+fn temporary_faults_change_nothing_and_only_faults_cause_retries() {
     let (corpus, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     write_shards(corpus.path());
     let local = hashes(loader_of(corpus.path(), &options()));
@@ -136,10 +137,10 @@ fn passing_faults_change_nothing_and_a_request_is_repeated_only_for_a_fault() {
         (Fault::Sound, 0),
         (Fault::Undone(503, ""), 2),
         (Fault::Cut, 2),
-        (Fault::Stall, 1), // which takes as long as the timeout
+        (Fault::Stall, 1), // lasts as long as the timeout
         (Fault::Short, 2),
         (Fault::Corrupt, 2),
-        (Fault::Slow, 1), // a slow line is none
+        (Fault::Slow, 1), // a slow line is not a fault
     ] {
         let server = TestServer::start(corpus.path());
         server.log().faults = vec![(".tokens", fault); count];
@@ -154,15 +155,15 @@ fn passing_faults_change_nothing_and_a_request_is_repeated_only_for_a_fault() {
 }
 
 #[test]
-fn lasting_faults_are_one_line_and_no_more_is_read_than_what_was_asked_for() {
+fn permanent_faults_are_one_line_and_reads_are_bounded() {
     let corpus = tempfile::tempdir().unwrap();
     write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 1);
     for (name, fault, expected) in [
-        ("", Fault::Undone(403, ""), "check the credentials and what they may read"),
+        ("", Fault::Undone(403, ""), "check the credentials and their read permission"),
         (".tokens", Fault::Corrupt, "restore the file from a copy"),
         (".tokens", Fault::Endless(200), "longer than"),
-        ("manifest.json", Fault::Endless(200), "longer than 1073741824 bytes"),
-        ("vocab.txt", Fault::Endless(200), "longer than 268435456 bytes"),
+        ("manifest.json", Fault::Endless(200), "longer than the 1073741824 bytes"),
+        ("vocab.txt", Fault::Endless(200), "longer than the 268435456 bytes"),
         (".tokens", Fault::Endless(403), "check the credentials"),
     ] {
         let server = TestServer::start(corpus.path());
@@ -182,10 +183,10 @@ fn lasting_faults_are_one_line_and_no_more_is_read_than_what_was_asked_for() {
 }
 
 #[test]
-fn what_a_crash_lost_is_fetched_again() {
+fn blocks_lost_in_a_crash_are_fetched_again() {
     let (_corpus, scratch, server) = served(write_shards);
     let local = hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap());
-    // Zeros in blocks and tables, files that are cut off or gone.
+    // Zeros in blocks and tables, truncated and missing files.
     let mut files = runs(scratch.path());
     files.sort();
     assert!(
@@ -204,10 +205,10 @@ fn what_a_crash_lost_is_fetched_again() {
     assert_eq!(hashes(cached(&server, scratch.path(), GENEROUS, &options()).unwrap()), local);
 }
 
-/// The store stops answering after any number of requests, also those that no planner has announced: documents reach
-/// beyond the blocks of this rank by more than what is fetched ahead.
+/// The store stops responding after any number of requests, also after requests that no planner announced: documents reach
+/// beyond the blocks of this rank by more than the margin that is fetched ahead.
 #[test]
-fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
+fn loader_waiting_for_a_dead_store_ends_at_once() {
     let corpus = tempfile::tempdir().unwrap();
     let documents: Vec<_> = (0..3).map(|_| vec![vec![7; 100]; 6_000]).collect();
     write_corpus(corpus.path(), 30_005, &documents, 1 << 20);
@@ -229,7 +230,7 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
         let mut poll = || loader.poll_next(Duration::from_millis(200)).unwrap();
         let waits = (0..40).any(|_| matches!(poll(), super::Poll::Pending));
         let start = Instant::now();
-        drop(loader); // the request would be repeated for three minutes
+        drop(loader); // the request would be retried for three minutes
         assert!(start.elapsed() < Duration::from_secs(1), "{packing} {cut_at} {fault:?} {requests}");
         waits
     };
@@ -244,7 +245,7 @@ fn a_loader_that_waits_for_a_dead_store_ends_at_once() {
 
 const READER: &str = "ELECTRA_FAST_TEST_READER";
 
-/// How the three readers of the test below read: packing, cuts, seed.
+/// Options of the three readers of the test below: packing, cuts, seed.
 const READERS: [(&str, &str, i64); 3] =
     [("best-fit", "token", 1), ("examples", "token", 2), ("best-fit", "line", 3)];
 
@@ -254,9 +255,9 @@ fn reader_options(number: usize) -> LoaderOptions {
     LoaderOptions { packing, cut_at, seed, batch_size: 1_000, sequence_length: 128, ..options() }
 }
 
-/// A process of the test below. Appends a line for each batch, and resumes after the last one.
+/// A process of the test below. Appends a line for each batch, and resumes after the last line.
 #[test]
-fn a_reader_in_a_process_of_its_own() {
+fn reader_in_a_separate_process() {
     let Ok(job) = std::env::var(READER) else { return };
     let [number, url, dir, bytes, output] = job.split(' ').collect::<Vec<_>>()[..] else { panic!("{job}") };
     let cache = CacheOptions { dir: dir.into(), bytes: bytes.parse().unwrap() };
@@ -273,10 +274,10 @@ fn a_reader_in_a_process_of_its_own() {
     }
 }
 
-/// Readers of different rows, in a cache that holds neither the corpus nor what they have in use, which are killed
-/// all the time.
+/// Readers of different rows, killed all the time, with a cache that is too small for the corpus and for their blocks
+/// in use.
 #[test]
-fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
+fn killed_readers_of_a_small_cache_get_the_rows_from_disk() {
     let (corpus, scratch, server) = served(write_blocks);
     let local: Vec<Vec<u64>> =
         (0..3).map(|number| hashes(loader_of(corpus.path(), &reader_options(number)))).collect();
@@ -296,19 +297,19 @@ fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
             .stdout(std::process::Stdio::null());
         command.spawn().unwrap()
     };
-    let found = |number: usize| -> Vec<u64> {
+    let hashes_of = |number: usize| -> Vec<u64> {
         let text = std::fs::read_to_string(output(number)).unwrap_or_default();
         text.lines().map(|line| line.split_once(' ').unwrap().0.parse().unwrap()).collect()
     };
     let mut readers: Vec<_> = (0..3).map(|number| (start(number), 0)).collect();
     let mut kills = 0;
-    while (0..3).any(|number| found(number).len() < local[number].len()) {
+    while (0..3).any(|number| hashes_of(number).len() < local[number].len()) {
         for (number, (reader, killed_at)) in readers.iter_mut().enumerate() {
-            let (done, all) = (found(number).len(), local[number].len());
+            let (done, all) = (hashes_of(number).len(), local[number].len());
             if done < all && done >= *killed_at + all / 6 {
                 reader.kill().unwrap();
                 reader.wait().unwrap();
-                (*reader, *killed_at, kills) = (start(number), found(number).len(), kills + 1);
+                (*reader, *killed_at, kills) = (start(number), hashes_of(number).len(), kills + 1);
             }
             let ended = reader.try_wait().unwrap();
             assert!(ended.is_none_or(|status| status.success()), "reader {number} failed at {done} of {all}");
@@ -316,14 +317,14 @@ fn streams_are_those_from_disk_whatever_happens_to_readers_of_a_small_cache() {
         std::thread::sleep(Duration::from_millis(30));
     }
     readers.iter_mut().for_each(|(reader, _)| assert!(reader.wait().unwrap().success()));
-    assert_eq!((0..3).map(found).collect::<Vec<_>>(), local);
+    assert_eq!((0..3).map(hashes_of).collect::<Vec<_>>(), local);
     assert!(kills >= 6, "{kills}");
     let total: u64 =
         std::fs::read_dir(corpus.path()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
     assert!(bytes < total * 3 / 4, "a cache of {bytes} of {total} bytes");
 }
 
-/// Five windows of blocks, each in a shard of its own: a checksummed block of tokens, and one with the rest and its tables.
+/// Five windows of blocks, one block per shard: a checksummed block of tokens, and another one with the rest and the tables.
 fn write_blocks(dir: &Path) {
     write(dir, 9, 13_000, (20, 200), 40_000);
 }

@@ -1,7 +1,7 @@
 //! The order of rows: an epoch of a lane is a sequence of shuffle windows, and rows are shuffled within a window.
 //!
 //! A shard is divided into blocks of about 262,144 tokens. A lane visits its blocks in a pseudorandom order
-//! (`block_order`); the windows of all lanes together have 64 consecutive blocks of it, and the rows of a window are
+//! (`block_order`); the windows of all lanes together have 64 consecutive blocks of this order, and the rows of a window are
 //! ordered pseudorandomly. So rows are shuffled over sixteen million tokens and blocks over the whole corpus, and a
 //! position in the stream of a lane is three integers: epoch, window, row.
 
@@ -39,9 +39,9 @@ impl RowPosition {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct CorpusPosition {
     pub at: RowPosition,
-    /// Rows of the current window; 0 at its start, where the number may not be known yet.
+    /// Rows of the current window; 0 at its start, when the number may not be known yet.
     pub window_rows: u64,
-    /// Rows given since a corpus last left the mixture; unused for a single corpus.
+    /// Rows supplied since a corpus last left the mixture; unused for a single corpus.
     pub turns: u64,
 }
 
@@ -59,22 +59,22 @@ impl Blocks {
         for shard in 0..corpus.num_shards() {
             let total = u64::from(first[first.len() - 1]) + blocks_in(corpus.shard_size(shard).1);
             let total = u32::try_from(total).map_err(|_| {
-                Error::Input(format!("the corpus has more than {} blocks; divide it", u32::MAX))
+                Error::Input(format!("the corpus has more than {} blocks; split it", u32::MAX))
             })?;
             first.push(total);
         }
         let order = BlockOrder::new(first, seed, num_lanes);
-        let found = order.num_blocks();
-        if found < num_lanes {
+        let num_blocks = order.num_blocks();
+        if num_blocks < num_lanes {
             let dir = corpus.dir().display();
             return Err(Error::Input(format!(
-                "lanes = {num_lanes}: {dir} has {found} blocks of {BLOCK_TOKENS} tokens, and each lane needs one"
+                "lanes = {num_lanes}: must be at most {num_blocks}, the number of blocks of {BLOCK_TOKENS} tokens in {dir}"
             )));
         }
         Ok(Self { corpus, seed, order })
     }
 
-    /// How often a lane has read its part at a position: finished epochs and a fraction of the next.
+    /// A lane's passes over its part up to a position: finished epochs and a fraction of the next one.
     pub fn passes(&self, lane: u32, position: &CorpusPosition) -> f64 {
         let CorpusPosition { at, window_rows, .. } = position;
         let (total, size) = (self.order.lane_blocks(lane), self.order.window_blocks());
@@ -92,14 +92,14 @@ impl Blocks {
         self.order.num_windows(lane)
     }
 
-    /// The windows of each lane that are fetched at the same time, from an object store.
+    /// Windows per lane that are fetched at the same time from an object store.
     pub fn windows_per_fetch(&self, lanes: u32) -> u64 {
         (FETCHED_BLOCKS / (self.order.window_blocks() * u64::from(lanes)).max(1)).max(1)
     }
 
     /// The shard of a block, and the block's range of that shard's tokens.
     ///
-    /// With several lanes, blocks begin where what a checksum covers begins, so that no two share any.
+    /// With several lanes, blocks begin at the starts of checksummed blocks, so that no two blocks share one.
     fn locate(&self, block: u32) -> (usize, Range<u32>) {
         let (shard, blocks) = self.order.shard_of(block);
         let tokens = self.corpus.shard_size(shard).1;
@@ -162,7 +162,7 @@ impl Blocks {
         Ok(ShuffleWindow { seed: self.seed, epoch, blocks, ends, order, _pins: pins })
     }
 
-    /// An upper bound on what one fetch for so many lanes takes in the cache of a corpus in an object store.
+    /// Upper bound on the bytes of one fetch for `lanes` lanes in the cache of a corpus in an object store.
     pub fn fetch_bytes(&self, lanes: u32, lines: bool) -> u64 {
         let sizes = (0..self.corpus.num_shards()).map(|shard| {
             let tokens = self.corpus.shard_size(shard).1;
@@ -192,7 +192,7 @@ pub(super) struct ShuffleWindow {
     seed: u64,
     epoch: u32,
     blocks: Vec<PackedBlock>,
-    /// For each block, the number of rows in it and those before it.
+    /// Cumulative numbers of rows of the blocks.
     ends: Vec<u64>,
     order: Permutation,
     /// Keeps the blocks in the cache of a corpus in an object store.

@@ -7,12 +7,12 @@ use super::options::LoaderOptions;
 use super::shuffle_window::{CorpusPosition, RowPosition};
 use crate::error::{Error, Result};
 
-/// No loader has given more rows than this, so that products with weights fit into 128 bits.
+/// Upper bound on a loader's rows, so that products with weights fit into 128 bits.
 const MAX_TURNS: u64 = 1 << 48;
 
-/// The position of a loader, with what identifies its corpora and options: all that it needs to resume. As JSON, less
+/// The position of a loader, with the identity of its corpora and options: everything needed to resume. As JSON, less
 /// than 256 bytes for one corpus, and about 110 per corpus of a mixture; with several lanes, about 20 per corpus and
-/// lane. A rank knows the positions of its own lanes only: `merged` combines the states of all ranks.
+/// lane. A rank knows only the positions of its lanes: `merged` combines the states of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(into = "Saved")]
 pub struct LoaderState(Several<LanesOfMember>);
@@ -62,7 +62,7 @@ struct Member {
 struct LanesOfMember {
     corpus: String,
     weight: u64,
-    /// Epoch, window, row and turns of each lane; none for a lane of another rank.
+    /// Epoch, window, row and turns of each lane; `None` for a lane of another rank.
     lanes: Vec<Option<(u32, u32, u64, u64)>>,
 }
 
@@ -118,10 +118,10 @@ impl LoaderState {
         Self(Several { corpora: corpora.collect(), seed: options.seed as u64, options: options.content() })
     }
 
-    /// The state of a loader whose ranks have these states; those of different batches are [`Error::Input`].
+    /// The state of a loader whose ranks have these states; states of different batches are [`Error::Input`].
     pub fn merged(states: Vec<Self>) -> Result<Self> {
         let mut states = states.into_iter();
-        let first = states.next().ok_or_else(|| Error::Input("there is no state to merge".into()))?;
+        let first = states.next().ok_or_else(|| Error::Input("no states to merge".into()))?;
         states.try_fold(first, |merged, state| match merged.union(&state) {
             Some(both) => Ok(both),
             None => Err(Error::Input(format!(
@@ -132,7 +132,7 @@ impl LoaderState {
         })
     }
 
-    /// This state with the lanes of another one, if they agree on all else.
+    /// This state with the lanes of another one, if they agree otherwise.
     fn union(&self, other: &Self) -> Option<Self> {
         let mut both = self.clone();
         for (member, other) in both.0.corpora.iter_mut().zip(&other.0.corpora) {
@@ -160,7 +160,7 @@ impl LoaderState {
         } else {
             serde_json::from_str(json).map(Saved::Single)
         };
-        let failed = |error| Error::Input(format!("state: {error}; give what state() returned, unchanged"));
+        let failed = |error| Error::Input(format!("state: {error}; pass the unchanged result of state()"));
         saved.map(Self::from).map_err(failed)
     }
 
@@ -175,17 +175,17 @@ impl LoaderState {
         mixture: &Mixture,
     ) -> Result<Vec<Vec<CorpusPosition>>> {
         let start = vec![CorpusPosition::default(); mixture.corpora.len()];
-        let ours = Self::new(&vec![start; options.lanes_of_rank().len()], options, mixture);
+        let current = Self::new(&vec![start; options.lanes_of_rank().len()], options, mixture);
         let hashes = |Self(state): &Self| joined(state.corpora.iter().map(|member| &member.corpus));
         let weights = |Self(state): &Self| match &state.corpora[..] {
-            [_] => String::new(), // which a corpus alone does not need
+            [_] => String::new(), // not needed for a single corpus
             several => joined(several.iter().map(|member| member.weight)),
         };
-        let is_single = !hashes(self).contains(',') && !hashes(&ours).contains(',');
-        require_same(if is_single { "corpus" } else { "corpora" }, &hashes(self), &hashes(&ours))?;
-        require_same("weights", &weights(self), &weights(&ours))?;
-        require_same("seed", &self.0.seed.to_string(), &ours.0.seed.to_string())?;
-        require_same("options", &self.0.options, &ours.0.options)?;
+        let is_single = !hashes(self).contains(',') && !hashes(&current).contains(',');
+        require_same(if is_single { "corpus" } else { "corpora" }, &hashes(self), &hashes(&current))?;
+        require_same("weights", &weights(self), &weights(&current))?;
+        require_same("seed", &self.0.seed.to_string(), &current.0.seed.to_string())?;
+        require_same("options", &self.0.options, &current.0.options)?;
         options.lanes_of_rank().map(|lane| self.in_lane(lane as usize)).collect()
     }
 
@@ -193,10 +193,10 @@ impl LoaderState {
         let position = |member: &LanesOfMember| {
             let (epoch, window, row, turns) = member.lanes.get(lane).copied().flatten().ok_or_else(|| {
                 let remedy = "merge the states of all ranks (merge_states)";
-                Error::Input(format!("state: has no lane {lane}; {remedy}"))
+                Error::Input(format!("state: lane {lane} is missing; {remedy}"))
             })?;
             if turns > MAX_TURNS {
-                return Err(Error::Input(format!("state: turns {turns}: no loader has given so many rows")));
+                return Err(Error::Input(format!("state: turns = {turns}: must be at most {MAX_TURNS}")));
             }
             Ok(CorpusPosition { at: RowPosition { epoch, window, row }, window_rows: 0, turns })
         };
@@ -208,11 +208,11 @@ fn joined(parts: impl Iterator<Item = impl ToString>) -> String {
     parts.map(|part| part.to_string()).collect::<Vec<_>>().join(", ")
 }
 
-fn require_same(what: &str, saved: &str, ours: &str) -> Result<()> {
-    if saved == ours {
+fn require_same(name: &str, saved: &str, actual: &str) -> Result<()> {
+    if saved == actual {
         return Ok(());
     }
     Err(Error::Input(format!(
-        "state: saved with {what} {saved:?} but this loader has {ours:?}; create the loader with the same settings"
+        "state: {name} = {saved:?}, but this loader has {actual:?}; create the loader with the same settings"
     )))
 }

@@ -1,4 +1,4 @@
-//! Loaders over small corpora, alone and mixed: no token is lost, and threads, ranks and interruptions change nothing.
+//! Loaders over small corpora, single and mixed: no token is lost, and threads, ranks and interruptions change nothing.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(super) fn documents(count: u32) -> Vec<Vec<Vec<u32>>> {
     (0..count).map(&mut document).collect()
 }
 
-/// A corpus of several shards with about 400 tokens per document, in lines of seven tokens or one per document.
+/// A corpus of several shards with about 400 tokens per document, in lines of seven tokens or in one line per document.
 fn corpus(dir: &Path, count: u32, has_lines: bool) -> Arc<Corpus> {
     let mut documents = documents(count);
     if has_lines {
@@ -41,15 +41,15 @@ fn corpus(dir: &Path, count: u32, has_lines: bool) -> Arc<Corpus> {
     Arc::new(Corpus::open(dir).unwrap())
 }
 
-/// Corpora of 120, 40 and 80 of the same documents each, in shards of 500 tokens: several windows in the first.
+/// Corpora of 120, 40 and 80 of the same documents, in shards of 500 tokens: several windows in the first corpus.
 pub(super) fn corpora(dir: &Path) -> Vec<Arc<Corpus>> {
     let all = documents(240);
     let mut rest = &all[..];
     let mut write = |(number, count): (usize, usize)| {
         let dir = dir.join(number.to_string());
-        let (ours, others) = rest.split_at(count);
+        let (first, others) = rest.split_at(count);
         rest = others;
-        write_corpus(&dir, VOCAB, ours, 500);
+        write_corpus(&dir, VOCAB, first, 500);
         Arc::new(Corpus::open(&dir).unwrap())
     };
     [120, 40, 80].into_iter().enumerate().map(&mut write).collect()
@@ -69,7 +69,7 @@ pub(super) fn options() -> LoaderOptions {
     }
 }
 
-/// Options with a masking and cuts by name; ids that are no multiple of three begin a word.
+/// Options with a masking and cuts by name; ids that are not multiples of three begin a word.
 fn with(masking: &str, cut_at: &str) -> LoaderOptions {
     let word_starts = Some((0..VOCAB).map(|id| id % 3 != 0).collect());
     LoaderOptions { masking: named(masking), cut_at: named(cut_at), word_starts, ..options() }
@@ -120,7 +120,7 @@ fn column<'a>(batch: &'a RecordBatch, name: &str) -> &'a [i32] {
 }
 
 #[test]
-fn ranks_threads_batch_sizes_and_interruptions_change_nothing() {
+fn rows_do_not_depend_on_ranks_threads_batch_sizes_or_interruptions() {
     let dir = tempfile::tempdir().unwrap();
     let (plain, lines) =
         (corpus(&dir.path().join("plain"), 150, false), corpus(&dir.path().join("lines"), 100, true));
@@ -170,7 +170,7 @@ fn ranks_threads_batch_sizes_and_interruptions_change_nothing() {
 
 #[test]
 fn streams_are_fixed() {
-    // If this fails, the stream of rows has changed, and saved states of running trainings are invalid.
+    // If this fails, the stream of rows has changed, and saved states of training runs are invalid.
     // Change the golden hashes only together with the options in a state.
     let dir = tempfile::tempdir().unwrap();
     let (plain, lines) =
@@ -183,14 +183,14 @@ fn streams_are_fixed() {
     let of = |corpus: &Arc<Corpus>, masking, cut_at| {
         digest(Loader::new(corpus.clone(), &with(masking, cut_at)).unwrap())
     };
-    let found =
+    let streams =
         ["tokens", "with-repeats", "80-10-10"].map(|name| format!("{name} {}", of(&plain, name, "token")));
-    assert_eq!(found.concat(), include_str!("../../../../tests/golden/loader.txt"));
+    assert_eq!(streams.concat(), include_str!("../../../../tests/golden/loader.txt"));
     let of_words =
         [("whole-word", "token"), ("span", "token"), ("with-repeats", "word"), ("with-repeats", "line")];
-    let found =
+    let streams =
         of_words.map(|(masking, cut_at)| format!("{masking} {cut_at} {}", of(&lines, masking, cut_at)));
-    assert_eq!(found.concat(), include_str!("../../../../tests/golden/words.txt"));
+    assert_eq!(streams.concat(), include_str!("../../../../tests/golden/words.txt"));
     let corpora = corpora(dir.path());
     let mixture = weighted(&corpora, &[0.6, 0.1, 0.3]);
     assert_eq!(digest(mixed(&mixture, &options())), "e3c1866bef6ced19\n");
@@ -199,7 +199,7 @@ fn streams_are_fixed() {
 }
 
 #[test]
-fn an_epoch_holds_every_token_once() {
+fn epoch_has_every_token_once() {
     let dir = tempfile::tempdir().unwrap();
     // Shards of 500 tokens: more than 64 blocks, so more than one window.
     write_corpus(dir.path(), VOCAB, &documents(150), 500);
@@ -234,7 +234,7 @@ fn unmasked(batch: &RecordBatch) -> Vec<i32> {
 }
 
 #[test]
-fn a_mixture_interleaves_the_streams_of_its_corpora_in_proportion() {
+fn mixture_interleaves_corpora_in_proportion() {
     let dir = tempfile::tempdir().unwrap();
     let (corpora, weights) = (corpora(dir.path()), [0.2, 0.3, 0.5]);
     let mixture = mixed(&weighted(&corpora, &weights), &options());
@@ -243,19 +243,19 @@ fn a_mixture_interleaves_the_streams_of_its_corpora_in_proportion() {
         all_rows(Loader::new(blocks.corpus.clone(), &options).unwrap())
     };
     let alone: Vec<_> = mixture.shared.mixture.corpora.iter().map(alone).collect();
-    let (mut given, mut finished) = ([0; 3], Vec::new());
+    let (mut taken, mut finished) = ([0; 3], Vec::new());
     for (row, values) in (1..).zip(all_rows(mixture)) {
-        // The next one of a corpus in its own order.
-        let corpus = (0..3).find(|&corpus| alone[corpus].get(given[corpus]) == Some(&values)).unwrap();
-        given[corpus] += 1;
-        let is_due = |(&given, weight): (&usize, f64)| (given as f64 - f64::from(row) * weight).abs() < 1.0;
-        assert!(!finished.is_empty() || given.iter().zip(weights).all(is_due));
-        if given[corpus] == alone[corpus].len() {
+        // The next row of one corpus, in that corpus's order.
+        let corpus = (0..3).find(|&corpus| alone[corpus].get(taken[corpus]) == Some(&values)).unwrap();
+        taken[corpus] += 1;
+        let is_due = |(&taken, weight): (&usize, f64)| (taken as f64 - f64::from(row) * weight).abs() < 1.0;
+        assert!(!finished.is_empty() || taken.iter().zip(weights).all(is_due));
+        if taken[corpus] == alone[corpus].len() {
             finished.push(corpus);
         }
     }
-    // All have been read twice, and ended at different times.
-    assert_eq!((finished, given.to_vec()), (vec![1, 2, 0], alone.iter().map(Vec::len).collect()));
+    // All corpora have been read twice, and ended at different times.
+    assert_eq!((finished, taken.to_vec()), (vec![1, 2, 0], alone.iter().map(Vec::len).collect()));
 }
 
 #[test]
@@ -274,10 +274,10 @@ fn without_weights_all_corpora_end_together() {
 }
 
 #[test]
-fn damage_is_reported_after_the_batches_before_it() {
+fn damage_is_reported_after_earlier_batches() {
     let dir = tempfile::tempdir().unwrap();
     let options = LoaderOptions { batch_size: 4, num_threads: 2, ..options() };
-    // The first row of the first corpus, which is damaged, comes after some of the others.
+    // The first row of the first corpus, which is damaged, comes after rows of the others.
     let weights = [1.0, 20.0, 20.0];
     let expected = hashes(mixed(&weighted(&corpora(dir.path()), &weights), &options));
     for file in std::fs::read_dir(dir.path().join("0")).unwrap().map(|entry| entry.unwrap().path()) {
@@ -304,7 +304,7 @@ fn damage_is_reported_after_the_batches_before_it() {
 }
 
 #[test]
-fn dropping_a_busy_loader_ends_its_threads() {
+fn dropped_loader_ends_its_threads() {
     let dir = tempfile::tempdir().unwrap();
     let corpora = corpora(dir.path());
     for taken in 0..4 {
@@ -315,14 +315,14 @@ fn dropping_a_busy_loader_ends_its_threads() {
 }
 
 #[test]
-fn corpora_that_do_not_fit_are_refused() {
+fn incompatible_corpora_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let first = corpora(dir.path()).remove(0);
     rewrite_manifest(&dir.path().join("2"), |manifest| manifest.tokenizer.special_tokens.mask = 9);
     write_corpus(&dir.path().join("3"), VOCAB, &[], 500);
     let of_another = LoaderOptions { word_starts: Some(Arc::new([true; 7])), ..with("with-repeats", "word") };
     for (name, options, message) in [
-        ("1", of_another, "vocab.txt has 7 entries, not 30000"),
+        ("1", of_another, "vocab.txt has 7 entries, but the corpus has 30000"),
         ("2", options(), "/2 have different special tokens; "),
         ("3", options(), "/3: the corpus has no tokens; "),
     ] {
@@ -358,7 +358,7 @@ fn state(ranks: &[Loader]) -> LoaderState {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn a_run_resumes_on_any_number_of_ranks(
+    fn run_resumes_on_any_number_of_ranks(
         before in 1_i64..17, after in prop::sample::select(vec![1, 2, 3, 5, 8, 30]), done in 0_usize..50,
         is_mixture: bool,
     ) {
@@ -376,7 +376,7 @@ proptest! {
 }
 
 #[test]
-fn nodes_fetch_their_own_lanes_only() {
+fn nodes_fetch_only_their_lanes() {
     use crate::store::test_server::TestServer;
     // Eight shards of eight blocks.
     let corpus = tempfile::tempdir().unwrap();
@@ -398,10 +398,10 @@ fn nodes_fetch_their_own_lanes_only() {
     // With the smallest cache, nothing is fetched further ahead than the next window.
     let refused = opened(1).err().unwrap().to_string();
     let mut loader = opened(refused.rsplit(' ').next().unwrap().parse().unwrap()).unwrap();
-    let found = loader.by_ref().take(300).map(|batch| rows(&batch.unwrap()));
-    assert!(found.zip(&expected).all(|(part, batch)| part == batch[16..32]));
+    let parts = loader.by_ref().take(300).map(|batch| rows(&batch.unwrap()));
+    assert!(parts.zip(&expected).all(|(part, batch)| part == batch[16..32]));
     assert!((0.5..0.75).contains(&loader.passes()[0]), "{:?}", loader.passes());
-    // Its part of the first epoch, and of the second one, which is being fetched.
+    // The rank's part of the first epoch, and of the second one, which is being fetched.
     let (bytes, share) = (server.bytes_served(".tokens"), all / world_size as u64);
     assert!(bytes >= share && bytes < share * 22 / 10, "{bytes} of {all}");
 }

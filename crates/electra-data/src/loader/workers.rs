@@ -27,7 +27,7 @@ pub(super) struct Shared {
     pub mixture: Mixture,
     pub options: LoaderOptions,
     pub pool: Arc<BufferPool>,
-    /// How many planned windows of each corpus may wait, besides each lane's current one and the one being planned.
+    /// Number of each corpus's planned windows that may wait, excluding each lane's current window and the one being planned.
     pub windows_waiting: Vec<usize>,
 }
 
@@ -50,9 +50,9 @@ struct PendingBatch {
 
 type Planned = Result<(usize, Arc<ShuffleWindow>)>;
 
-/// The running threads. Dropping it cancels their requests to stores, closes their channels and joins them.
+/// The running threads. Dropping this cancels their requests to stores, closes their channels and joins them.
 pub(super) struct Pipeline {
-    /// The positions of the corpora in each lane after the last batch that was returned.
+    /// The positions of the corpora in each lane after the last returned batch.
     pub positions: Vec<Vec<CorpusPosition>>,
     shared: Arc<Shared>,
     cutter: BatchCutter,
@@ -60,7 +60,7 @@ pub(super) struct Pipeline {
     awaited: usize,
     requests: Option<Sender<BatchRequest>>,
     pending: VecDeque<PendingBatch>,
-    /// Returned after the batches before it.
+    /// Returned after earlier batches.
     failure: Option<Error>,
     ended: bool,
     cancel: Cancel,
@@ -101,7 +101,7 @@ impl Pipeline {
 
     fn spawn(&mut self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
         let cancel = self.cancel.clone();
-        // Also requests that no planner has announced: for documents that reach beyond a block, for example.
+        // Includes requests that no planner announced, for example for documents that reach beyond a block.
         let thread = std::thread::Builder::new().name(name.into()).spawn(move || cancel.cover(body));
         self.threads.push(thread.map_err(|error| Error::Input(format!("cannot start a thread: {error}")))?);
         Ok(())
@@ -188,13 +188,13 @@ impl Drop for Pipeline {
         self.requests = None;
         self.pending.clear();
         for thread in self.threads.drain(..) {
-            let _ = thread.join(); // a panic has printed its message already
+            let _ = thread.join(); // a panic has already printed its message
         }
     }
 }
 
-/// Packs the windows of a corpus: always the next one of the lane with the fewest rows so far, since all lanes give
-/// rows at the same rate. Those of an object store are fetched ahead, for all lanes at the same time.
+/// Packs the windows of a corpus: always the next window of the lane with the fewest rows so far, since all lanes supply
+/// rows at the same rate. Windows in an object store are fetched ahead, for all lanes at the same time.
 struct Planner<'a> {
     blocks: &'a Blocks,
     packer: Packer,
@@ -205,9 +205,9 @@ struct Planner<'a> {
 struct LanePlan {
     lane: u32,
     next: RowPosition,
-    /// Rows planned so far, less those that the caller had taken before it began.
+    /// Rows planned so far, minus the rows that the caller took before the start.
     rows: i64,
-    /// What the next windows have in the cache.
+    /// Pins of the next windows in the cache.
     fetched: VecDeque<Option<Arc<Vec<Pins>>>>,
 }
 
@@ -254,7 +254,7 @@ impl<'a> Planner<'a> {
         Ok(Arc::new(window))
     }
 
-    /// Fetches windows until each lane has the same number, or all that are left of its epoch.
+    /// Fetches windows until each lane has the same number of them, or all that are left in its epoch.
     fn fetch(&mut self) -> Result<()> {
         let ahead = self.blocks.windows_per_fetch(self.lanes.len() as u32) as usize;
         let mut windows = Vec::new();

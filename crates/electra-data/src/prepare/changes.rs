@@ -1,6 +1,6 @@
 //! Detects inputs that have changed since they were processed, and writes `inputs.json`, the list of a corpus's inputs.
-//! It is not part of the manifest: there can be a million files, modification times differ between machines that make
-//! the same corpus, and no reader of the corpus needs it.
+//! The list is not part of the manifest: there can be a million files, modification times differ between machines that
+//! prepare the same corpus, and no reader of the corpus needs it.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -36,8 +36,8 @@ struct InputList {
 }
 
 impl Comparer<'_> {
-    /// The input groups whose records may not match the inputs as they are now, each with a file that differs. Records
-    /// of older releases, which name no inputs, are accepted unless all content is to be compared.
+    /// The input groups whose records may not match the current inputs, each with a file that differs. Records
+    /// of older releases list no inputs; they are accepted unless all content must be compared.
     pub fn stale(
         &self,
         records: &[Option<InputGroupRecord>],
@@ -48,16 +48,16 @@ impl Comparer<'_> {
             .flat_map(|record| record.inputs.iter().map(|identity| (record.input_group, identity)))
             .collect();
         let compared = self.compare(identities.iter().map(|&(_, identity)| identity).collect(), progress)?;
-        let mut found: HashMap<usize, Vec<(Comparison, &InputFile)>> = HashMap::new();
+        let mut by_group: HashMap<usize, Vec<(Comparison, &InputFile)>> = HashMap::new();
         for ((group, _), result) in identities.iter().zip(compared) {
-            found.entry(*group).or_default().push(result);
+            by_group.entry(*group).or_default().push(result);
         }
-        let is_known = |found: &(Comparison, _)| matches!(found.0, Comparison::Same | Comparison::SamePart);
-        let is_same = |group: &usize| found.get(group).is_some_and(|results| results.iter().all(is_known));
+        let is_known = |result: &(Comparison, _)| matches!(result.0, Comparison::Same | Comparison::SamePart);
+        let is_same = |group: &usize| by_group.get(group).is_some_and(|results| results.iter().all(is_known));
         let mut stale = Vec::new();
         for record in records.iter().flatten() {
             let group = record.input_group;
-            let results = found.get(&group).map_or(&[][..], |results| &results[..]);
+            let results = by_group.get(&group).map_or(&[][..], |results| &results[..]);
             let differs = results.iter().find(|(result, _)| match result {
                 Comparison::Same => false,
                 Comparison::SamePart => !self.decisive_parts(group).iter().all(is_same),
@@ -73,7 +73,7 @@ impl Comparer<'_> {
     }
 
     pub fn check_finished(&self, dir: &Path, progress: &mut Report) -> Result<()> {
-        // Older releases wrote no list: then names and sizes count, which are in the fingerprint.
+        // Older releases wrote no list: then only names and sizes are compared, by the fingerprint.
         let list = read(dir)?.unwrap_or_default();
         let mut unrecorded = self.files();
         let recorded: HashSet<&str> = list.iter().map(|identity| &*identity.file).collect();
@@ -89,7 +89,7 @@ impl Comparer<'_> {
         }
         let Some(file) = unrecorded.values().next() else { return Ok(()) };
         let remedy = "so --verify-inputs cannot compare it; to be sure, prepare it again in another --out";
-        Err(Error::at(&file.path, format_args!("{} holds no hash of it, {remedy}", dir.display())))
+        Err(Error::at(&file.path, format_args!("{} has no hash of it, {remedy}", dir.display())))
     }
 
     pub fn check_sizes(&self, dir: &Path) -> Result<()> {
@@ -108,7 +108,7 @@ impl Comparer<'_> {
         self.plan.groups.get(group).map_or(&[], |group| &self.plan.inputs.files[group.files.clone()])
     }
 
-    /// The other parts of a group's file that must be unchanged for its text to be unchanged: a part's text ends within
+    /// The other parts of a group's file that must be unchanged for its text to be unchanged: a part's text ends in
     /// the next part, and a table has a directory and may have dictionaries anywhere.
     fn decisive_parts(&self, group: usize) -> Vec<usize> {
         let groups = &self.plan.groups;
@@ -129,7 +129,10 @@ impl Comparer<'_> {
         let (files, cancel) = (self.files(), &self.plan.inputs.cancel);
         let compare = |identity: &&InputIdentity| match files.get(&*identity.file) {
             Some(file) => Ok((identity.compare(file, self.verify, cancel)?, *file)),
-            None => Err(Error::Input(format!("{}: recorded, but not an input; report this", identity.file))),
+            None => Err(Error::Input(format!(
+                "{}: recorded, but not an input; please report this",
+                identity.file
+            ))),
         };
         if identities.is_empty() {
             return Ok(Vec::new());
@@ -162,9 +165,9 @@ pub(super) fn read(dir: &Path) -> Result<Option<Vec<InputIdentity>>> {
     let path = dir.join(INPUTS);
     let Some(bytes) = Place::open(dir)?.read(INPUTS)? else { return Ok(None) };
     let list: Option<InputList> = serde_json::from_slice(&bytes).ok();
-    let list = list.filter(|list| checksum(&list.inputs).is_ok_and(|found| found == list.checksum));
+    let list = list.filter(|list| checksum(&list.inputs).is_ok_and(|hash| hash == list.checksum));
     let reason =
-        "damaged; the corpus does not need it: remove it, and its inputs are known by name and size only";
+        "damaged; remove it: the corpus does not need it, and its inputs are then compared by name and size";
     list.map(|list| Some(list.inputs)).ok_or_else(|| Error::Damaged { path, reason: reason.to_owned() })
 }
 
@@ -172,22 +175,21 @@ fn checksum(inputs: &[InputIdentity]) -> serde_json::Result<String> {
     Ok(hash_hex(&serde_json::to_vec(inputs)?))
 }
 
-/// Verifies every checksum, length and table of a corpus and of its validation split.
+/// Verifies every checksum, length and table of a corpus and of its validation set.
 ///
-/// Damage to files is collected; a manifest that is missing or damaged is an error.
+/// Damage to files is collected; a missing or damaged manifest is an error.
 pub fn verify(dir: &Path) -> Result<Verified> {
     let mut verified = format::verify(dir)?;
     let (place, manifest) = (Place::open(dir)?, manifest_of(dir)?);
-    let mut note = |found: Result<bool>| {
-        verified.num_files += u64::from(!matches!(found, Ok(false)));
-        verified.damaged.extend(found.err().map(|error| error.to_string()));
+    let mut note = |result: Result<bool>| {
+        verified.num_files += u64::from(!matches!(result, Ok(false)));
+        verified.damaged.extend(result.err().map(|error| error.to_string()));
     };
     note(read(dir).map(|list| list.is_some()));
     note(place.read(SKIPPED).and_then(|list| match (list, &manifest.skipped_hash) {
-        (Some(list), Some(hash)) if hash_hex(&list) != *hash => Err(Error::Damaged {
-            path: dir.join(SKIPPED),
-            reason: "not the bytes written; remove it".to_owned(),
-        }),
+        (Some(list), Some(hash)) if hash_hex(&list) != *hash => {
+            Err(Error::Damaged { path: dir.join(SKIPPED), reason: "wrong checksum; remove it".to_owned() })
+        }
         (list, _) => Ok(list.is_some()),
     }));
     Ok(verified)

@@ -1,5 +1,5 @@
-//! Removes what a finished corpus no longer needs, and what dead processes have left: only files of names that this
-//! program writes, and only while its work is not finished, of which `parts/job.json` is the sign.
+//! Removes files that a finished corpus no longer needs, and files left by dead processes: only files with names that
+//! this program writes, and only while `parts/job.json` shows that its work is unfinished.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -10,8 +10,8 @@ use super::process::{Process, is_number, is_process_file};
 use crate::error::Result;
 use crate::format::{Manifest, PARTS, VALIDATION, create_folder, temp_path, write_error};
 
-/// Removes what a finished corpus no longer needs: records, process files, unfinished files, and shards of interrupted
-/// runs that its manifest does not name. Others may be doing the same. What cannot be removed is a warning.
+/// Removes files that a finished corpus no longer needs: records, process files, unfinished files, and shards of
+/// interrupted runs that are not in its manifest. Other processes may do the same. Failures are reported as warnings.
 pub(super) fn clean_up(place: &Place, manifest: &Manifest) -> Result<()> {
     let validation = if manifest.has_validation { place.below(VALIDATION)?.manifest()? } else { None };
     let shards = |folder: &str, manifest: &Manifest| {
@@ -28,18 +28,18 @@ pub(super) fn clean_up(place: &Place, manifest: &Manifest) -> Result<()> {
         place.remove_all(&place.names()?.into_iter().filter(is_unneeded).collect::<Vec<_>>())
     };
     warn_of(remove(false).and_then(|()| place.remove(&fingerprint)));
-    // A process that was late has written more, or finds now that its record is no longer wanted.
+    // A late process may have written more files, or now sees that its record is no longer wanted.
     warn_of(remove(true));
     if let Place::Folder(dir) = place {
         for folder in [Some(PARTS), wants_validation(manifest).then_some(VALIDATION)].into_iter().flatten() {
-            let _ = std::fs::remove_dir(dir.join(folder)); // unless something else is in it
+            let _ = std::fs::remove_dir(dir.join(folder)); // unless it contains other files
         }
     }
     Ok(())
 }
 
-/// Whether this program writes files of this name into the place of a corpus, and a finished one does not need them,
-/// unless they are shards that it names.
+/// Whether this program writes files of this name when it prepares a corpus, and the finished corpus does not need them,
+/// apart from shards in its manifest.
 fn is_removable(name: &str, manifest: &Manifest) -> bool {
     match name.rsplit_once('/').unwrap_or(("", name)) {
         ("", file) => is_shard(file) || attempt_of(file).is_some() || is_process_file(file),
@@ -47,7 +47,7 @@ fn is_removable(name: &str, manifest: &Manifest) -> bool {
         (PARTS, file) => {
             attempt_of(file).is_some()
                 || [FINGERPRINT, "vocab.txt", "tokenizer.json"].contains(&file)
-                || file.strip_prefix(FINGERPRINT).is_some_and(|rest| rest.starts_with(".tmp-")) // tries conditions
+                || file.strip_prefix(FINGERPRINT).is_some_and(|rest| rest.starts_with(".tmp-")) // a test of conditional requests
                 || file
                     .strip_prefix(RECORD)
                     .and_then(|rest| rest.split_once('.'))
@@ -67,16 +67,16 @@ fn is_shard(file: &str) -> bool {
     numbers.is_some_and(|(group, shard)| is_number(group, 6) && is_number(shard, 3))
 }
 
-/// The process that writes a file under this temporary name; `None` if it is not that of an attempt of this program.
+/// The process that writes a file under this temporary name; `None` if this program did not choose the name.
 pub(super) fn attempt_of(file: &str) -> Option<Process> {
     file.strip_prefix(".tmp-").and_then(Process::of_attempt)
 }
 
-/// A folder for the shards of an attempt. Those of dead processes are removed.
+/// A folder for the shards of an attempt. Folders of dead processes are removed.
 pub(super) fn temporary_folder(attempt: &str) -> Result<tempfile::TempDir> {
     let dir = std::env::temp_dir();
     for name in names_in(&dir).unwrap_or_default().iter().filter(|name| is_of_dead(name)) {
-        let _ = std::fs::remove_dir_all(dir.join(name)); // those of other users stay
+        let _ = std::fs::remove_dir_all(dir.join(name)); // other users' folders stay
     }
     let prefix = temp_path(Path::new(""), "", attempt);
     let made = tempfile::Builder::new().prefix(&prefix).tempdir_in(&dir);
@@ -95,11 +95,14 @@ pub(super) fn remove_of_dead(dir: &Path) {
     }
 }
 
-/// Warns on standard error about what could not be removed: a failed cleanup is not an error.
+/// Warns on standard error about files that could not be removed: a failed cleanup is not an error.
 pub(super) fn warn_of(removed: Result<()>) {
     if let Err(error) = removed {
-        // Not `eprintln`, which panics where standard error is closed.
-        let _ = writeln!(std::io::stderr(), "warning: {error}; it is no longer needed and was not removed");
+        // Not `eprintln`, which panics if standard error is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "warning: {error}; the file is no longer needed, but could not be removed"
+        );
     }
 }
 
@@ -119,7 +122,7 @@ mod tests {
         .tmp-vocab-vocab.txt .lock-mine .lock-all.mine below/shard-000009-000.tokens below/manifest.json
         parts/notes parts/input-group-notes parts/shard-000009-000.tokens parts/below/input-group-000009.json
         holdout/notes holdout/.lock-all holdout/below/shard-000009-000.lines";
-    /// Names that it writes, and that no finished corpus has, as a run leaves them that was killed.
+    /// Names of files that a killed run leaves and that no finished corpus has.
     const OURS: &str = "shard-000900-000.tokens shard-1000000-1000.lines .lock-all
         .lock-1-of-2.0123456789abcdef parts/tokenizer.json parts/input-group-000900.counts
         parts/job.json.tmp-0123456789abcdef
@@ -138,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_this_program_writes_is_removed_and_only_in_work_that_it_finishes() {
+    fn only_own_files_of_finished_work_are_removed() {
         let states = "finished before|of other options, finished|of other options, unfinished|interrupted|resumed and \
                       finished now|interrupted while it was cleaning up";
         for (state, fraction) in states.split('|').flat_map(|state| [(state, 0.0), (state, 0.1)]) {
@@ -157,9 +160,10 @@ mod tests {
             let partition = if is_finished || is_cleaning { None } else { Some((1, 2)) };
             run("out", partition, fraction, true).unwrap();
             let (alone, out) = (all_in(&dir.path().join("alone")), dir.path().join("out"));
-            let (mut ours, mut not_ours) = (OURS.to_owned(), FOREIGN.to_owned());
-            *(if fraction > 0.0 { &mut ours } else { &mut not_ours }) += &format!(" {OURS_IN_VALIDATION}");
-            for name in ours.split_whitespace().chain(not_ours.split_whitespace()) {
+            let (mut removable, mut not_ours) = (OURS.to_owned(), FOREIGN.to_owned());
+            *(if fraction > 0.0 { &mut removable } else { &mut not_ours }) +=
+                &format!(" {OURS_IN_VALIDATION}");
+            for name in removable.split_whitespace().chain(not_ours.split_whitespace()) {
                 create_folder(out.join(name).parent().unwrap()).unwrap();
                 std::fs::write(out.join(name), "x").unwrap();
             }
@@ -184,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_writer_leaves_nothing() {
+    fn late_writer_leaves_no_files() {
         let corpus = tempfile::tempdir().unwrap();
         write_corpus(corpus.path(), 100, &[vec![vec![5, 6]]], 2);
         for round in 0..20 {

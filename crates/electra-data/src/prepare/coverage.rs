@@ -1,6 +1,6 @@
 //! Coverage of text by a vocabulary: unknown tokens and words, in a sample of the input or in a corpus.
 //!
-//! With a vocabulary of another language, `prepare` would make a corpus of nothing but [UNK]. So coverage is
+//! With a vocabulary of another language, `prepare` would write a corpus of [UNK] only. So coverage is
 //! measured on a sample of the input before, and on the corpus afterwards. `inspect` shows the same figures.
 
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use crate::store::Cancel;
 use crate::threads::on_all_cores;
 use crate::tokenizer::Tokenizer;
 
-/// Size of the sample of the input, and the number of files that it is taken from.
+/// Size of the sample of the input, and the number of sampled files.
 const SAMPLE_BYTES: usize = 1 << 20;
 const SAMPLE_FILES: usize = 16;
-/// Text of the sample that is searched for unknown words; less, because the `tokenizers` crate does it slowly.
+/// Part of the sample that is searched for unknown words; smaller, because the `tokenizers` crate is slow at it.
 const SEARCHED_BYTES: usize = 1 << 18;
 const MAX_LISTED: usize = 1_000;
-/// Tokens of a corpus that are counted, in stretches spread evenly over it.
+/// Number of a corpus's tokens that are counted, in stretches spread evenly over it.
 const COUNTED_TOKENS: u64 = 1 << 24;
 const STRETCH: u64 = 1 << 15;
 
@@ -38,8 +38,8 @@ pub struct Coverage {
     pub unknown_words: Vec<(String, u64)>,
 }
 
-/// A sample of files: the beginnings of at most 16 of them, 1 MiB of text in total. `run`: the tokenizer and the
-/// output folder of a run that will read them, neither of which may be an input.
+/// A sample of files: the beginnings of at most 16 files, 1 MiB of text in total. `run`: the tokenizer and the
+/// output folder of the run that will read the files; neither may be an input.
 ///
 /// Errors in a file end its part of the sample; the run that reads everything reports them.
 pub fn text_sample(
@@ -52,7 +52,7 @@ pub fn text_sample(
     if let Some((tokenizer, _)) = run {
         refuse_vocabulary(&inputs, tokenizer.path())?;
         cut = line_cut(tokenizer);
-    } // A pipe can be read only once, and a compressed Parquet file must be unpacked as a whole.
+    } // A pipe can be read only once, and a compressed Parquet file must be decompressed as a whole.
     let is_sampled = |file: &&InputFile| {
         file.regular && (file.format != InputFormat::Parquet || file.compression == Compression::None)
     };
@@ -73,11 +73,11 @@ impl Coverage {
         for line in lines {
             ids.clear();
             encoder.encode_into(line, &mut ids)?;
-            let found = counter.count(ids.iter().map(|&id| id as usize));
-            if found.unknown > 0 {
+            let counts = counter.count(ids.iter().map(|&id| id as usize));
+            if counts.unknown > 0 {
                 spotted.push(line);
             }
-            coverage.add(&found);
+            coverage.add(&counts);
         }
         coverage.unknown_words = unknown_words(&spotted, tokenizer)?;
         Ok(coverage)
@@ -100,8 +100,8 @@ impl Coverage {
             cancel.carry(|| shard.copy_tokens(start, &mut ids))?;
             Ok(counter.count(ids.iter().map(|&id| id as usize)))
         };
-        let add = |mut sum: Self, found| {
-            sum.add(&found);
+        let add = |mut sum: Self, counts| {
+            sum.add(&counts);
             Ok(sum)
         };
         on_all_cores(|| (0..count).into_par_iter().map(count_stretch).try_reduce(|| counter.nothing(), add))?
@@ -164,15 +164,15 @@ mod tests {
     use crate::prepare::tests::tokenizer;
 
     #[test]
-    fn a_large_corpus_is_sampled_evenly() {
+    fn large_corpus_is_sampled_evenly() {
         let dir = tempfile::tempdir().unwrap();
         let tokenizer = tokenizer(dir.path(), "##a b");
-        // The second half is unknown: 2^25 tokens, half of which are counted.
+        // The second half of 2^25 tokens is unknown, and half of the tokens are counted.
         let line = |id| vec![vec![id; 1 << 16]];
         let documents: Vec<_> = (0..512).map(|n| line(if n < 256 { 5 } else { 1 })).collect();
         crate::format::testing::write_corpus(dir.path(), 7, &documents, 1 << 22);
         let corpus = Corpus::open(dir.path()).unwrap();
-        let found = Coverage::of_corpus(&corpus, &tokenizer).unwrap();
-        assert_eq!((found.tokens, found.unknown, found.words), (1 << 24, 1 << 23, Some(1 << 23)));
+        let coverage = Coverage::of_corpus(&corpus, &tokenizer).unwrap();
+        assert_eq!((coverage.tokens, coverage.unknown, coverage.words), (1 << 24, 1 << 23, Some(1 << 23)));
     }
 }

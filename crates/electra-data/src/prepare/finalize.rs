@@ -1,8 +1,8 @@
-//! From finished input groups to a corpus: the last steps of `prepare`. The manifest is written last, and only
-//! then is anything removed.
+//! From finished input groups to a corpus: the last steps of `prepare`. The manifest is written last, and files are
+//! removed only after that.
 //!
-//! Several runs may finalize at once: they write the same bytes, and files that one of them finds missing have been
-//! removed by another one that has written the manifest.
+//! Several runs may finalize at once: they write the same bytes, and if a file is missing for one run, another run has
+//! written the manifest and removed the file.
 
 use super::changes;
 use super::clean_up::clean_up;
@@ -17,7 +17,7 @@ use crate::format::{
 use crate::input::{SKIPPED, SkippedRecord, skipped_to_jsonl};
 use crate::tokenizer::Tokenizer;
 
-/// Makes a corpus of finished input groups; its fields are what the manifest needs besides the shards.
+/// Writes a corpus from finished input groups; the fields are the manifest's contents other than the shards.
 pub(super) struct Finalizer<'a> {
     pub out: &'a OutputDir,
     pub tokenizer: &'a Tokenizer,
@@ -30,7 +30,7 @@ pub(super) struct Finalizer<'a> {
 impl Finalizer<'_> {
     pub fn finalize(&self, mut records: Vec<InputGroupRecord>) -> Result<Manifest> {
         if let Place::Store(_) = self.out.place {
-            // Nothing may be overwritten for a run that has ended.
+            // A run that has ended must not overwrite anything.
             self.out.check_fingerprint()?;
         }
         let documents = saturating_sum(records.iter().map(|record| record.documents));
@@ -107,8 +107,8 @@ impl Finalizer<'_> {
         self.out.write(&format!("{folder}{file}"), bytes)
     }
 
-    /// Moves the last document to the validation split, for when the random choice took none. Copies the rest of the
-    /// last shard under another name, so that another run that reads the old one finds it complete.
+    /// Moves the last document to the validation set if the random choice took none. Copies the rest of the
+    /// last shard to another name, so that the old shard stays complete for another run that reads it.
     pub(super) fn move_last_to_validation(&self, records: &mut [InputGroupRecord]) -> Result<()> {
         let record = records.iter_mut().rfind(|record| !record.shards.is_empty());
         let record = record.expect("a record with documents names their shards");
@@ -118,24 +118,26 @@ impl Finalizer<'_> {
         self.out.download(&last)?;
         let context = self.manifest(Vec::new());
         let shard = Shard::new(&self.out.dir, &context, &last);
-        let mut kept = DocumentWriter::new(&self.out.dir, group, next, self.spec.clone());
+        let mut remainder = DocumentWriter::new(&self.out.dir, group, next, self.spec.clone());
         let mut taken = DocumentWriter::new(&self.out.validation(), group, 0, self.spec.clone());
         for document in 0..last.num_documents {
-            let to = if document + 1 < last.num_documents { &mut kept } else { &mut taken };
+            let to = if document + 1 < last.num_documents { &mut remainder } else { &mut taken };
             copy_document(&shard, document, to)?;
         }
         record.validation = taken.finish()?;
-        record.shards.extend(kept.finish()?);
+        record.shards.extend(remainder.finish()?);
         self.out.upload(record)
     }
 
     fn nothing_left(&self, records: &[InputGroupRecord]) -> Error {
         let empty = saturating_sum(records.iter().map(|record| record.empty_documents));
         let message = match records.iter().all(|record| record.validation.is_empty()) {
-            true => format!("the corpus is empty: no token in all the input ({empty} empty documents)"),
-            false => "the holdout took every document: choose a smaller fraction or add text".to_owned(),
+            true => format!("the corpus is empty: the input has no tokens ({empty} empty documents)"),
+            false => {
+                "the validation set took every document; choose a smaller --holdout or add text".to_owned()
+            }
         };
-        // None of this can be resumed.
+        // This work cannot be resumed.
         let _ = clean_up(&self.out.place, &self.manifest(Vec::new()));
         let _ = std::fs::remove_dir(&self.out.out);
         Error::Input(message)

@@ -29,7 +29,7 @@ pub(super) struct Written {
     pub tokens: AtomicU64,
 }
 
-/// A batch after tokenization: its ids, and how many of them each marked text has.
+/// A batch after tokenization: its ids, and the number of ids of each marked text.
 pub(super) struct TokenBatch {
     ids: Vec<u32>,
     texts: Vec<(usize, Mark)>,
@@ -38,13 +38,13 @@ pub(super) struct TokenBatch {
 pub(super) struct PipelineWriter<'a> {
     pub builder: &'a InputGroupBuilder<'a>,
     pub written: &'a Written,
-    /// To those that upload, if anything is to be uploaded.
+    /// Sends records to the uploaders, if there are uploads.
     pub finished: Sender<InputGroupRecord>,
     pub current: Option<InputGroupWriter>,
 }
 
 impl PipelineWriter<'_> {
-    /// Writes the texts of a batch; the mark at the end of an input group finishes it.
+    /// Writes the texts of a batch; the mark at the end of an input group finishes the group.
     pub fn write(&mut self, TokenBatch { ids, texts }: TokenBatch) -> Result<()> {
         let mut at = 0;
         for (count, mark) in texts {
@@ -57,7 +57,8 @@ impl PipelineWriter<'_> {
                     record.map_or(Ok(()), |record| self.save(record?))?;
                 }
                 (Mark::Begin(_), Some(_)) | (_, None) => {
-                    let text = "more text was read than belongs to the input groups of this run; report this";
+                    let text =
+                        "more text was read than belongs to the input groups of this run; please report this";
                     return Err(Error::Input(text.to_owned()));
                 }
                 (mark, Some(group)) => group.push(&ids[at..at + count], &mark, self.written)?,
@@ -70,12 +71,12 @@ impl PipelineWriter<'_> {
     fn save(&self, record: InputGroupRecord) -> Result<()> {
         match self.builder.out.num_uploads() {
             0 => self.builder.out.save_record(&self.builder.pass, &record),
-            _ => self.finished.send(record).map_err(|_| Error::Interrupted), // all have failed
+            _ => self.finished.send(record).map_err(|_| Error::Interrupted), // all uploaders have failed
         }
     }
 
     pub fn end(self) -> Result<()> {
-        let error = || Error::Input("the input ended within an input group; report this".to_owned());
+        let error = || Error::Input("the input ended within an input group; please report this".to_owned());
         self.current.map_or(Ok(()), |_| Err(error()))
     }
 }
@@ -156,7 +157,7 @@ impl InputGroupWriter {
     }
 }
 
-/// Whether a document goes to the validation split: a pure function of its position in the corpus.
+/// Whether a document goes to the validation set: a pure function of its position in the corpus.
 fn is_validation(input_group: usize, document: u64, threshold: u64) -> bool {
     let mut position = [0; 16];
     position[..8].copy_from_slice(&(input_group as u64).to_le_bytes());

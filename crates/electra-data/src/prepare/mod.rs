@@ -1,4 +1,4 @@
-//! Preparing training data: making a corpus (`prepare`), training a vocabulary (`train_vocab`), and measuring
+//! Preparing training data: writing a corpus (`prepare`), training a vocabulary (`train_vocab`), and measuring
 //! how well a vocabulary covers a text.
 
 mod changes;

@@ -1,4 +1,4 @@
-//! The options of `prepare` and `train_vocab`; the passes of `prepare`, its plan for given inputs, and the fingerprint of
+//! The options of `prepare` and `train_vocab`; the passes of `prepare`, its plan for its inputs, and the fingerprint of
 //! everything that the resulting bytes depend on.
 
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use crate::format::{FORMAT_VERSION, Manifest, ShardSpec, hash_hex};
 use crate::input::{InputFile, InputGroup, Inputs, PART_BYTES, ReadOptions, default_threads};
 use crate::tokenizer::Tokenizer;
 
-/// What this program makes of a fixed text, as the last test in this file hashes it: a value for every version of the
-/// way from text to documents and ids. If it changes, append the new value: unfinished work of the version before is
-/// refused then, so that no corpus mixes both. No value is ever replaced.
+/// Hashes of the documents and ids of a fixed text (see the last test in this file), one per version of the code between
+/// text and ids. After a change, append the new value: unfinished work of the previous version is then refused, so that
+/// no corpus mixes both. Never replace a value.
 const TEXT_HASHES: [&str; 1] = ["3cb2331fc07c82b6ebf18ebfdc430680"];
 pub(super) const TEXT_VERSION: usize = TEXT_HASHES.len();
-/// A shard ends at the first document boundary after this many tokens …
+/// Tokens after which a shard ends at the next document boundary …
 const SHARD_TOKENS: u64 = 1 << 27;
 /// … or documents.
 const SHARD_DOCUMENTS: usize = 1 << 22;
@@ -25,18 +25,18 @@ const SHARD_DOCUMENTS: usize = 1 << 22;
 #[derive(Clone, Debug, Default)]
 pub struct PrepareOptions {
     pub reading: ReadOptions,
-    /// Fraction of documents that go to the validation split in `holdout/`, at least 0 and below 1.
+    /// Fraction of documents in the validation set, `holdout/`: at least 0 and below 1.
     ///
-    /// A document is chosen by its position in the corpus alone. If none of at least two documents is chosen,
+    /// Only its position in the corpus decides whether a document is chosen. If none of at least two documents is chosen,
     /// the last one is.
     pub validation_fraction: f64,
     pub drop_duplicates: Option<DropDuplicates>,
-    /// (I, N): build only every N-th input group, starting with the I-th, counted from 1.
+    /// (I, N): build only every Nth input group, starting with the Ith, counted from 1.
     pub partition: Option<(usize, usize)>,
-    /// Compare the whole content of inputs with what was read, also if size, time and samples are the same.
+    /// Compare the whole content of inputs with the recorded hash, even if size, time and samples are equal.
     pub verify_inputs: bool,
     pub threads: Option<usize>,
-    /// Larger files are read in parts of at most so many bytes; `None` for 512 MiB. For tests.
+    /// Larger files are read in parts of at most this size; `None` for 512 MiB. For tests.
     #[doc(hidden)]
     pub part_bytes: Option<u64>,
 }
@@ -45,15 +45,15 @@ impl PrepareOptions {
     pub(super) fn check(&self) -> Result<()> {
         let holdout = self.validation_fraction;
         let reason = if !(0.0..1.0).contains(&holdout) {
-            &*format!("holdout is {holdout}; give a fraction of at least 0 and below 1")
+            &*format!("holdout = {holdout}: must be at least 0 and below 1")
         } else if let Some((index, count)) = self.partition
             && !(1..=count).contains(&index)
         {
-            &*format!("partition {index}/{count}: count from 1/{count} to {count}/{count}")
+            &*format!("partition = {index}/{count}: must be from 1/{count} to {count}/{count}")
         } else if self.threads == Some(0) {
-            "threads is 0; give at least 1"
+            "threads = 0: must be at least 1"
         } else if self.reading.text_fields.is_empty() {
-            "no text field is named; the usual one is \"text\""
+            "no text field; pass one, usually \"text\""
         } else {
             return Ok(());
         };
@@ -71,12 +71,12 @@ impl PrepareOptions {
     pub(super) fn fingerprint(&self, tokenizer: &Tokenizer, inputs: &Value, text_version: usize) -> String {
         let mut parts = vec![json!(FORMAT_VERSION), json!(tokenizer.hash()), self.to_json(), inputs.clone()];
         if text_version > 1 {
-            parts.push(json!(text_version)); // the first one was not included
+            parts.push(json!(text_version)); // version 1 was not included
         }
         hash_hex(Value::from(parts).to_string().as_bytes())
     }
 
-    /// The fingerprint for these files: the size of parts counts only where there are parts.
+    /// The fingerprint for these files: the size of parts counts only if files are divided.
     pub(super) fn fingerprint_of(&self, tokenizer: &Tokenizer, inputs: &Inputs, version: usize) -> String {
         let part_bytes = self.part_bytes();
         let entry = |file: &InputFile| match file.is_divided(&self.reading, part_bytes) {
@@ -86,8 +86,8 @@ impl PrepareOptions {
         self.fingerprint(tokenizer, &inputs.files.iter().map(entry).collect(), version)
     }
 
-    /// Options that decide the content, so without `skip_bad_rows`. Some are included only if given: corpora
-    /// made before there was that option must keep their fingerprint.
+    /// Options that decide the content, so without `skip_bad_rows`. Some are included only if they are set: corpora
+    /// written before these options existed must keep their fingerprints.
     pub(super) fn to_json(&self) -> Value {
         let reading = &self.reading;
         let mut options = json!({
@@ -98,10 +98,10 @@ impl PrepareOptions {
         });
         if let Some(format) = reading.format {
             let name = format.name();
-            options["format"] = if name == "txt" { "text" } else { name }.into(); // its first name
+            options["format"] = if name == "txt" { "text" } else { name }.into(); // the original name
         }
-        if let Some(what) = self.drop_duplicates {
-            options["drop_duplicates"] = what.name().into();
+        if let Some(duplicates) = self.drop_duplicates {
+            options["drop_duplicates"] = duplicates.name().into();
         }
         options
     }
@@ -110,16 +110,16 @@ impl PrepareOptions {
 #[derive(Clone, Debug, Default)]
 pub struct VocabOptions {
     pub reading: ReadOptions,
-    /// Number of entries, the five special tokens included; at least 32.
+    /// Number of entries, including the five special tokens; at least 32.
     pub size: usize,
     pub lowercase: bool,
     pub strip_accents: bool,
-    /// Enough of the most frequent characters become entries to make up this fraction of the text.
+    /// The most frequent characters that make up this fraction of the text become entries.
     pub character_coverage: f64,
-    /// A pair of entries must occur this often to be merged.
+    /// Minimum count of a pair of entries to be merged.
     pub min_frequency: u64,
     pub threads: Option<usize>,
-    /// Count words in a sample of at most this many bytes of text; `None` for all of it.
+    /// Bytes of the sample of text in which words are counted; `None` for all text.
     pub sample: Option<u64>,
     pub seed: u64,
 }
@@ -132,7 +132,7 @@ pub enum DropDuplicates {
 
 choice!(DropDuplicates { "documents" => Documents, "lines" => Lines });
 
-/// What a run does with the input groups: to leave out duplicates, all text is hashed before any of it is built.
+/// A run's pass over the input groups: to drop duplicates, a run hashes all text before it builds any group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Pass {
     Hash(DropDuplicates),
@@ -141,7 +141,7 @@ pub(super) enum Pass {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Decided {
-    pub what: DropDuplicates,
+    pub unit: DropDuplicates,
     pub digest: String,
 }
 
@@ -169,7 +169,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Lists the inputs of a run that writes to `out`; opens none of them but those that end in `.json`.
+    /// Lists the inputs of a run that writes to `out`; opens only those that end in `.json`.
     pub fn new(
         files: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -181,7 +181,7 @@ impl Plan {
         if options.drop_duplicates.is_some()
             && let Some(pipe) = inputs.files.iter().find(|file| !file.regular)
         {
-            let text = "not a regular file, and dropping duplicates reads the text twice; store it in a file";
+            let text = "not a regular file; drop_duplicates reads the text twice, so store it in a file";
             return Err(Error::at(&pipe.path, text));
         }
         let groups = inputs.input_groups(&options.reading, options.part_bytes());
@@ -190,17 +190,17 @@ impl Plan {
         Ok(Self { fingerprint: fingerprint_of(TEXT_VERSION), older_fingerprints, inputs, groups })
     }
 
-    /// Whether a finished corpus was made of these inputs and options, by any version of the program.
+    /// Whether a finished corpus has these inputs and options, for any version of the program.
     pub fn is_of(&self, manifest: &Manifest) -> bool {
         let of_corpus = &manifest.fingerprint;
         self.fingerprint == *of_corpus || self.older_fingerprints.contains(of_corpus)
     }
 }
 
-/// Refuses a vocabulary among the inputs: it is not text, so it is there by mistake.
+/// Refuses a vocabulary among the inputs: it is not text, so it must be a mistake.
 pub(super) fn refuse_vocabulary(inputs: &Inputs, vocabulary: &Path) -> Result<()> {
     if vocabulary.exists() && inputs.contains(vocabulary)? {
-        let remedy = "move it out of their folder, or name the text files";
+        let remedy = "move it out of their folder, or pass the text files by name";
         return Err(Error::at(
             vocabulary,
             format_args!("the vocabulary itself is among the inputs; {remedy}"),
@@ -231,7 +231,7 @@ mod tests {
            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}"#,
     ];
 
-    /// A tokenizer of every path: the fast one with and without case, and the others.
+    /// A tokenizer for every code path: the fast one with and without case, and the others.
     fn tokenizers(dir: &Path) -> Vec<Tokenizer> {
         let is_letter = |c: &char| !c.is_whitespace() && !c.is_control();
         let letters = ('!'..'\u{3400}').chain(SCRIPTS.chars()).filter(is_letter);
@@ -253,7 +253,7 @@ mod tests {
         fast.into_iter().chain(others).collect()
     }
 
-    /// Files with all kinds of line ends and marks, and with a word for each of 25,000 code points: not of the blocks to
+    /// Files with all kinds of line ends and marks, and with a word for each of 25,000 code points, except in blocks to
     /// which new versions of Unicode, and so other compilers, add letters with case.
     fn inputs(dir: &Path) -> Vec<PathBuf> {
         let others = (0x3400..0xA700).chain(0xA800..0x1_6E00).chain(0x1_7000..0x11_0000);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_text_gives_the_ids_of_this_text_version() {
+    fn fixed_text_has_the_hash_of_this_text_version() {
         let dir = tempfile::tempdir().unwrap();
         let (inputs, mut hashes) = (inputs(dir.path()), String::new());
         for (number, tokenizer) in tokenizers(dir.path()).iter().enumerate() {
@@ -301,7 +301,7 @@ mod tests {
         assert_eq!(Some(&*hash), TEXT_HASHES.last().copied(), "append it to TEXT_HASHES");
         let (small, options) = (tokenizer(dir.path(), "a"), PrepareOptions::default());
         let fingerprint = |version| options.fingerprint(&small, &json!("documents"), version);
-        assert_eq!(fingerprint(1), "7dc4b22e5f3ef4cada6591fe1a2dd2e5"); // as before there were text versions
+        assert_eq!(fingerprint(1), "7dc4b22e5f3ef4cada6591fe1a2dd2e5"); // as before text versions existed
         assert!(fingerprint(2) != fingerprint(1) && fingerprint(3) != fingerprint(2));
     }
 }

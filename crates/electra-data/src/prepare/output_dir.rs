@@ -1,14 +1,14 @@
-//! The output folder of an unfinished corpus: which run it belongs to, what is finished, and who is working in it.
+//! The output folder of an unfinished corpus: its run, its finished work, and the processes that work in it.
 //!
 //! `parts/job.json` stores the fingerprint of inputs and options, `parts/input-group-N.json` records that input
-//! group N is finished, `.counts` what was counted of its text. Where duplicates are left out, `.buckets` stores its
-//! hashes, with a record of its own, and `.drops` what they decide. `.lock-TAG.NONCE` names the process of a run. All
+//! group N is finished, `.counts` stores the counts of its text. With dropped duplicates, `.buckets` stores its
+//! hashes, with a separate record, and `.drops` its duplicates. `.lock-TAG.NONCE` identifies the process of a run. All
 //! are removed once the manifest exists, `job.json` last.
 //!
-//! Several processes may build the same input group at once: they write the same bytes under temporary names of their
-//! own, and rename complete files to the same final name. In an object store, shards are written to a temporary folder
-//! and uploaded, and after them the record: an object appears complete or not at all. Nothing says who is working there:
-//! `parts/job.json` and the manifest are created only if they are absent, which keeps others out.
+//! Several processes may build the same input group at once: they write the same bytes under different temporary
+//! names, and rename complete files to the same final name. In an object store, shards are written to a temporary folder
+//! and uploaded, followed by the record: an object appears complete or not at all. Processes are not recorded there:
+//! `parts/job.json` and the manifest are created only if they are absent, which keeps other runs out.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ pub(super) const ALL: &str = "all";
 
 /// Finished input groups that are uploaded at once. Their shards are on disk meanwhile.
 const CONCURRENT_UPLOADS: usize = 4;
-/// The endings of the files of an input group's hashes, and of what is left out of it.
+/// The extensions of the files with an input group's hashes and with its duplicates.
 pub(super) const BUCKETED: &str = "buckets";
 pub(super) const DROPS: &str = "drops";
 
@@ -51,7 +51,7 @@ pub(super) struct InputGroupRecord {
     pub inputs: Vec<InputIdentity>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub watched: Option<FileEntry>,
-    /// The hash of the hashes by which duplicates were found; `None` if none were left out.
+    /// The digest of the hashes that identified duplicates; `None` if duplicates were not dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drops: Option<String>,
     /// xxh3-128 of this file with the empty string here, hexadecimal; [`InputGroupRecord::sealed`] sets it.
@@ -65,7 +65,7 @@ impl InputGroupRecord {
         saturating_sum(self.shards.iter().chain(&self.validation).map(|shard| shard.num_tokens))
     }
 
-    /// (name, bytes) of its files: shards, and what was counted or hashed.
+    /// Its files as (name, bytes): shards, counts and hashes.
     fn files(&self) -> impl Iterator<Item = (String, u64)> {
         let of_shard = |shard: &ShardEntry| [shard.tokens.clone(), shard.lines.clone()];
         let in_folder = |folder: &str, entry: FileEntry| (format!("{folder}{}", entry.file), entry.bytes);
@@ -82,7 +82,7 @@ impl InputGroupRecord {
         serde_json::to_vec_pretty(&Self { checksum, ..unsealed })
     }
 
-    /// Parses a record; `None` if it is not exactly what `sealed` wrote.
+    /// Parses a record; `None` if it differs from the output of `sealed`.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let record: Self = serde_json::from_slice(bytes).ok()?;
         let shards = || record.shards.iter().chain(&record.validation);
@@ -96,22 +96,22 @@ impl InputGroupRecord {
 struct FingerprintRecord {
     #[serde(rename = "job")]
     fingerprint: String,
-    /// That of the program; `None` is the first one.
+    /// The text version of the program; `None` is version 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text_version: Option<usize>,
 }
 
 #[derive(Debug)]
 pub(super) struct OutputDir {
-    /// Where shards are written: the output folder, or a temporary one from which they are uploaded.
+    /// The folder of new shards: the output folder, or a temporary folder from which they are uploaded.
     pub dir: PathBuf,
     pub place: Place,
     pub out: PathBuf,
-    /// Hash of everything that the resulting bytes depend on.
+    /// Hash of everything that determines the resulting bytes.
     pub fingerprint: String,
-    /// In the names of temporary files, so that no two runs write the same one.
+    /// Part of the names of temporary files, so that no two runs write the same file.
     pub attempt: String,
-    /// `None` in a process that works for another run.
+    /// `None` in a process that works for another process's run.
     _process_file: Option<ProcessFile>,
     _temp: Option<tempfile::TempDir>,
 }
@@ -122,8 +122,8 @@ pub(super) enum Claim {
 }
 
 impl OutputDir {
-    /// Claims the folder for a run, or explains why it cannot. Never touches the files of others. Runs of the same
-    /// fingerprint make the same corpus and may share the folder, unless they are of documents.
+    /// Claims the folder for a run, or returns an error with the reason. Never touches other runs' files. Runs of the same
+    /// fingerprint write the same corpus and may share the folder, unless they read a stream of documents.
     pub fn claim(dir: &Path, fingerprint: &str, tag: &str, is_of_documents: bool) -> Result<Claim> {
         if let Some(url) = url_of(dir) {
             return Self::claim_store(dir, Store::open_to_write(&url)?, fingerprint);
@@ -160,19 +160,20 @@ impl OutputDir {
             if let Some(name) = store.list("")?.into_iter().map(|object| object.name).find(is_foreign) {
                 return Err(holds_something_else(out, &name));
             }
-            store.create(&fingerprint_name, claimed.fingerprint_record()?)?; // or another run has: compared below
+            store.create(&fingerprint_name, claimed.fingerprint_record()?)?; // or another run has created it: compared below
         }
         let stored = stored_record(&claimed.place)?;
         if stored.as_ref().is_none_or(|stored| stored.fingerprint != fingerprint) {
             let whose = whose(stored.as_ref());
-            let remedy = format!("finish that, remove {}/{PARTS}, or choose another --out", out.display());
-            let text = format!("another prepare, of {whose}, is running here or was interrupted; {remedy}");
+            let remedy =
+                format!("finish that run, remove {}/{PARTS}, or choose another --out", out.display());
+            let text = format!("another prepare of {whose} is running here or was interrupted; {remedy}");
             return Err(Error::at(out, text));
         }
-        // The manifest depends on them, too, and a fingerprint may be there already.
+        // The manifest needs conditional requests, too, and a fingerprint may already exist.
         store.check_conditions(&fingerprint_name)?;
         claimed.place = Place::Store(store);
-        // A run that has finished it meanwhile may have done so before the fingerprint was stored.
+        // Another run may have finished the corpus before the fingerprint was stored.
         Ok(match claimed.place.manifest()? {
             Some(manifest) => Claim::Finished(Box::new(manifest)),
             None => Claim::Ours(Box::new(claimed)),
@@ -201,15 +202,15 @@ impl OutputDir {
         Ok(Self { dir, place, out, fingerprint, attempt, _process_file: None, _temp: temp })
     }
 
-    /// Fails if the run that this process works for has ended, and the folder is of others now.
+    /// Fails if the run of this process has ended and the folder belongs to another run.
     pub fn check_fingerprint(&self) -> Result<()> {
         if self.stored_fingerprint()?.as_ref() == Some(&self.fingerprint) {
             return Ok(());
         }
-        Err(Error::at(&self.out, "the run that this work belongs to has ended; start it again"))
+        Err(Error::at(&self.out, "the run that this task belongs to has ended; start it again"))
     }
 
-    /// Gives up a place in a store to which nobody could return, as a run over documents cannot.
+    /// Gives up a folder in a store, for a run over documents, which cannot be resumed.
     pub fn abandon(&self) {
         if let Place::Store(_) = self.place {
             warn_of(self.place.remove(&format!("{PARTS}/{FINGERPRINT}")));
@@ -228,10 +229,10 @@ impl OutputDir {
         self.place.write(name, &self.attempt, bytes)
     }
 
-    /// The records of input groups; `None` for unfinished ones, and for hashes in the order of an older release.
+    /// The records of input groups; `None` for unfinished groups, and for hashes in an older release's order.
     pub fn records(&self, pass: &Pass, input_groups: &[usize], sizes: &Sizes) -> Result<Records> {
         let names: Vec<_> = input_groups.iter().map(|&group| record_name(pass, group)).collect();
-        let found = self.place.read_all(&names, sizes)?;
+        let contents = self.place.read_all(&names, sizes)?;
         let record = |(group, bytes): (usize, Vec<u8>)| {
             let record = InputGroupRecord::parse(&bytes)?;
             let matches = record.fingerprint == self.fingerprint
@@ -241,7 +242,7 @@ impl OutputDir {
             (matches && record.files().all(|(name, bytes)| sizes.get(&name) == Some(&bytes)))
                 .then_some(record)
         };
-        Ok(input_groups.iter().copied().zip(found).map(record).collect())
+        Ok(input_groups.iter().copied().zip(contents).map(record).collect())
     }
 
     /// The same for a few input groups, without listing the files of all others.
@@ -254,14 +255,14 @@ impl OutputDir {
         self.records(pass, input_groups, &self.place.sizes_of(&names)?)
     }
 
-    /// Records that a pass has finished an input group. Its shards are durable already, or else are uploaded first.
+    /// Records that a pass has finished an input group. Its shards are already durable, or are uploaded first.
     pub fn save_record(&self, pass: &Pass, record: &InputGroupRecord) -> Result<()> {
         self.upload(record)?;
         let bytes = record.sealed().map_err(|e| Error::io(&self.out, e.into()))?;
         self.write(&record_name(pass, record.input_group), &bytes)?;
         let checked = self.check_fingerprint();
         if checked.is_err() {
-            // The corpus was finished before this record was written, which must not stay behind.
+            // The corpus was finished before this record was written, so the record must be removed.
             let watched = record.watched.iter().map(|entry| part_path(&entry.file));
             let names: Vec<_> = watched.chain([record_name(pass, record.input_group)]).collect();
             self.place.remove_all(&names)?;
@@ -270,7 +271,7 @@ impl OutputDir {
         checked
     }
 
-    /// Uploads the shards of a record that lie in the temporary folder, if there is one, and removes them there.
+    /// Uploads the shards of a record from the temporary folder, if there is one, and removes them from it.
     pub fn upload(&self, record: &InputGroupRecord) -> Result<()> {
         let Place::Store(store) = &self.place else { return Ok(()) };
         for (name, _) in record.files() {
@@ -289,7 +290,7 @@ impl OutputDir {
         files.into_iter().try_for_each(|name| store.download(name, &self.dir.join(name)))
     }
 
-    /// Writes the manifest. In a store, that of another run of the same corpus is returned and not overwritten.
+    /// Writes the manifest. In a store, returns the manifest of another run of the same corpus instead of overwriting it.
     pub fn write_manifest(&self, manifest: Manifest) -> Result<Manifest> {
         let Place::Store(store) = &self.place else {
             self.write(MANIFEST, manifest.canonical().as_bytes())?;
@@ -298,13 +299,16 @@ impl OutputDir {
         if store.create(MANIFEST, manifest.canonical())? {
             return Ok(manifest);
         }
-        self.place.manifest()?.filter(|found| found.fingerprint == manifest.fingerprint).ok_or_else(|| {
+        self.place.manifest()?.filter(|other| other.fingerprint == manifest.fingerprint).ok_or_else(|| {
             let remedy = "which was not overwritten; choose another --out";
-            Error::at(&self.out, format_args!("another program has written {MANIFEST} meanwhile, {remedy}"))
+            Error::at(
+                &self.out,
+                format_args!("another program has written {MANIFEST} in the meantime, {remedy}"),
+            )
         })
     }
 
-    /// How many finished input groups are uploaded at once; 0 if they need not be.
+    /// Number of parallel uploads of finished input groups; 0 if no upload is needed.
     pub fn num_uploads(&self) -> usize {
         if let Place::Store(_) = self.place { CONCURRENT_UPLOADS } else { 0 }
     }
@@ -320,10 +324,10 @@ impl OutputDir {
         Ok(FileEntry { file, bytes: counts.len() as u64, hash: hash_hex(counts) })
     }
 
-    /// Removes a damaged file beside the records, so that the next run writes it again, and returns the error.
+    /// Removes a damaged file of the folder of records, so that the next run writes it again, and returns the error.
     pub fn damaged(&self, file: &str) -> Error {
         let path = self.out.join(part_path(file));
-        let reason = "its checksum does not hold; it was removed: run again".to_owned();
+        let reason = "wrong checksum; the file was removed: run again".to_owned();
         self.place.remove(&part_path(file)).err().unwrap_or(Error::Damaged { path, reason })
     }
 
@@ -331,7 +335,7 @@ impl OutputDir {
         Ok(stored_record(&self.place)?.map(|record| record.fingerprint))
     }
 
-    /// Stores the fingerprint in a folder in which nothing of another one is finished, and nobody works on that.
+    /// Stores the fingerprint, unless the folder has finished or running work of another one.
     fn store_fingerprint(&self) -> Result<()> {
         let stored = stored_record(&self.place)?;
         if stored.as_ref().is_some_and(|stored| stored.fingerprint == self.fingerprint) {
@@ -339,7 +343,7 @@ impl OutputDir {
         }
         let is_record = |name: &String| name.starts_with(RECORD) && name.ends_with(".json");
         if names_in(&self.parts())?.iter().any(is_record) {
-            let remedy = "finish that, remove the folder, or choose another --out";
+            let remedy = "finish that run, remove the folder, or choose another --out";
             let message = format!("holds unfinished work of {}; {remedy}", whose(stored.as_ref()));
             return Err(Error::at(&self.dir, message));
         }
@@ -354,7 +358,7 @@ impl OutputDir {
     }
 }
 
-/// Finishes what a run that was interrupted after it had written the manifest had begun to remove.
+/// Finishes the cleanup of a run that was interrupted after it had written the manifest.
 pub(super) fn resume_clean_up(out: &Path, manifest: &Manifest) -> Result<()> {
     let place = Place::open(out)?;
     match stored_record(&place)? {
@@ -371,7 +375,7 @@ fn stored_record(place: &Place) -> Result<Option<FingerprintRecord>> {
     Ok(serde_json::from_slice(&bytes).ok())
 }
 
-/// What distinguishes the work of another fingerprint.
+/// Describes the difference to the work of another fingerprint.
 fn whose(stored: Option<&FingerprintRecord>) -> String {
     match stored.map_or(TEXT_VERSION, |stored| stored.text_version.unwrap_or(1)) {
         TEXT_VERSION => "other inputs or options".to_owned(),
@@ -407,7 +411,7 @@ pub(super) fn total(ranges: &[Request]) -> u64 {
     ranges.iter().map(|request| request.range.end - request.range.start).sum()
 }
 
-/// Refuses a folder without a fingerprint, unless it holds only what a run leaves before it stores one.
+/// Refuses a folder without a fingerprint, unless it has only files that a run writes before its fingerprint.
 fn refuse_foreign(dir: &Path) -> Result<()> {
     let parts = names_in(&dir.join(PARTS)).unwrap_or_else(|_| vec![String::new()]);
     let is_early = |name: &String| {
@@ -422,7 +426,7 @@ fn refuse_foreign(dir: &Path) -> Result<()> {
 
 fn holds_something_else(out: &Path, name: &str) -> Error {
     let remedy = "choose an empty or new folder for --out";
-    Error::at(out, format_args!("already holds something else ({name}); {remedy}"))
+    Error::at(out, format_args!("contains other files ({name}); {remedy}"))
 }
 
 #[cfg(test)]
@@ -431,7 +435,7 @@ mod tests {
     use crate::format::testing::write_corpus;
 
     #[test]
-    fn a_record_with_any_changed_byte_is_rejected() {
+    fn record_with_a_changed_byte_is_rejected() {
         let dir = tempfile::tempdir().unwrap();
         write_corpus(dir.path(), 100, &[vec![vec![5, 6]], vec![vec![7], vec![8, 9, 10]]], 2);
         let manifest = Manifest::read(dir.path()).unwrap();
@@ -464,8 +468,11 @@ mod tests {
             write("job.json", &format!("{{\"job\":\"other\"{version}}}"));
             write("input-group-000000.json", "{}");
             let error = claim().err().unwrap().to_string();
-            assert!(error.contains(message) && error.contains("finish that, remove the folder"), "{error}");
-            write("job.json", r#"{"job":"job"}"#); // as the first version writes it, and as this one does
+            assert!(
+                error.contains(message) && error.contains("finish that run, remove the folder"),
+                "{error}"
+            );
+            write("job.json", r#"{"job":"job"}"#); // as the first version and this version write it
             drop(claim().unwrap());
             std::fs::remove_file(path("input-group-000000.json")).unwrap();
             write("job.json", &format!("{{\"job\":\"other\"{version}}}"));

@@ -1,8 +1,8 @@
-//! Running input groups in pipelines: several are read and written at once, each from beginning to end in one pipeline.
+//! Running input groups in pipelines: several groups are read and written at once, each entirely in one pipeline.
 //!
-//! A reader delivers about 500 MB/s of plain text, or half as much of compressed text, a worker tokenizes 150 to 250
-//! MB/s, and a writer waits for the disk after each group: so there is a pipeline for every two workers. Workers are not
-//! tied to pipelines, and live as long as the run, with their caches. The bytes of a group do not depend on either.
+//! A reader delivers about 500 MB/s of plain text, or 250 MB/s of compressed text, a worker tokenizes 150 to 250
+//! MB/s, and a writer waits for the disk after each group: so there is one pipeline for every two workers. Workers are not
+//! tied to pipelines, and keep their caches for the whole run. The bytes of a group do not depend on workers or pipelines.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,14 +30,14 @@ pub(super) struct Todo {
     pub bytes: u64,
 }
 
-/// Sends the documents of the input group with this number; counts the bytes that it reads.
+/// Sends the documents of an input group; counts the bytes that it reads.
 pub(super) type ReadGroup<'a> = dyn Fn(usize, &AtomicU64, &mut Batcher) -> Result<()> + Sync + 'a;
 
 struct Shared<'a> {
     todo: &'a [Todo],
     taken: AtomicUsize,
     written: Written,
-    /// Bytes of groups that were read to their end, and of those that are being read, pipeline by pipeline.
+    /// Bytes of completely read groups, and of the group that each pipeline is reading.
     bytes_finished: AtomicU64,
     bytes_read: Vec<AtomicU64>,
     is_stopped: AtomicBool,
@@ -45,7 +45,7 @@ struct Shared<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-/// Builds input groups with so many workers, and returns how much was built. The first error stops all pipelines;
+/// Builds input groups with `threads` workers, and returns the amount built. The first error stops all pipelines;
 /// finished groups are kept.
 ///
 /// `progress` is called on this thread.
@@ -60,7 +60,7 @@ pub(super) fn build(
     if todo.is_empty() {
         return Ok(Progress::default());
     }
-    // Hashing leaves nothing to the workers.
+    // Hashing needs no workers.
     let per_pipeline = if let Pass::Hash(_) = builder.pass { 1 } else { WORKERS_PER_PIPELINE };
     let pipelines = threads.div_ceil(per_pipeline).min(todo.len());
     let shared = Shared {
@@ -81,13 +81,13 @@ pub(super) fn build(
     with_workers(threads, pipelines, worker, |workers| {
         std::thread::scope(|scope| {
             let (ending, ended) = bounded::<()>(0);
-            // Without room, so that a pipeline waits for an upload instead of filling the disk.
+            // Without capacity, so that a pipeline waits for an upload instead of filling the disk.
             let (finished, uploads) = bounded::<InputGroupRecord>(0);
             let save = |record| builder.cancel.carry(|| builder.out.save_record(&builder.pass, &record));
             for _ in 0..builder.out.num_uploads() {
                 let (shared, ending, uploads) = (&shared, ending.clone(), uploads.clone());
                 scope.spawn(move || {
-                    // The first failure ends it, so that no pipeline waits for a store that is away.
+                    // The first failure ends the uploads, so that no pipeline waits for an unavailable store.
                     shared.note(uploads.iter().try_for_each(save));
                     drop((ending, uploads));
                 });
@@ -138,7 +138,7 @@ impl Shared<'_> {
             read(group.number, &self.bytes_read[pipeline], to)?;
             to.end_input_group()?;
             let read = self.bytes_read[pipeline].swap(0, Ordering::Relaxed);
-            // A part of a file may have more or fewer bytes than it counts for; the sum over all is right.
+            // A part may have more or fewer bytes than its nominal size; the sum over all parts is right.
             let counted = if group.bytes > 0 { group.bytes } else { read };
             self.bytes_finished.fetch_add(counted, Ordering::Relaxed);
         }
@@ -164,7 +164,7 @@ impl Shared<'_> {
         Progress {
             bytes_done: if bytes_total > 0 { bytes_done.min(bytes_total) } else { bytes_done },
             bytes_total,
-            // Tokens are counted before their document is.
+            // Tokens are counted before their document.
             documents: self.written.documents.load(Ordering::Acquire),
             tokens: self.written.tokens.load(Ordering::Acquire),
             step: "",

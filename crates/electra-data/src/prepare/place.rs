@@ -1,4 +1,4 @@
-//! Where a corpus is written: a folder, or a folder in an object store. Names are relative to it: `parts/job.json`.
+//! The place of a corpus: a folder, or a folder in an object store. Names are relative to it: `parts/job.json`.
 
 use std::collections::HashMap;
 use std::io::ErrorKind::NotFound;
@@ -15,10 +15,10 @@ use crate::store::{Cancel, Request, Store, url_of};
 pub(super) const FINGERPRINT: &str = "job.json";
 pub(super) const RECORD: &str = "input-group-";
 const MAX_BYTES: u64 = 1 << 30;
-/// The most bytes, and ranges, that are read at once.
+/// Maximum bytes, and ranges, that are read at once.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_RANGES: usize = 1 << 10;
-const SIDE_BY_SIDE: usize = 16;
+const PARALLEL: usize = 16;
 
 #[derive(Debug)]
 pub(super) enum Place {
@@ -42,29 +42,31 @@ impl Place {
         }
     }
 
-    /// The lengths of a few of its files, without listing it.
+    /// The lengths of a few files, without listing the folder.
     pub fn sizes_of(&self, names: &[String]) -> Result<Sizes> {
         let size = |name: &String| match self {
-            Self::Folder(dir) => Ok(dir.join(name).metadata().ok().map(|found| (name.clone(), found.len()))),
+            Self::Folder(dir) => {
+                Ok(dir.join(name).metadata().ok().map(|metadata| (name.clone(), metadata.len())))
+            }
             Self::Store(store) => match store.head(name) {
                 Err(Error::NotFound { .. }) => Ok(None),
-                found => found.map(|object| Some((name.clone(), object.size))),
+                object => object.map(|object| Some((name.clone(), object.size))),
             },
         };
-        Ok(side_by_side(names, size)?.into_iter().flatten().collect())
+        Ok(in_parallel(names, size)?.into_iter().flatten().collect())
     }
 
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
-        let found = match self {
+        let bytes = match self {
             Self::Folder(dir) => {
                 regular_file::read(&dir.join(name)).map_err(|e| Error::io(dir.join(name), e))
             }
             Self::Store(store) => store.read(name, MAX_BYTES),
         };
-        match found {
+        match bytes {
             Err(Error::NotFound { .. }) => Ok(None),
             Err(Error::Io { source, .. }) if source.kind() == NotFound => Ok(None),
-            found => found.map(Some),
+            bytes => bytes.map(Some),
         }
     }
 
@@ -79,12 +81,12 @@ impl Place {
         self.read_ranges(&names.iter().map(whole).collect::<Vec<_>>())
     }
 
-    /// The bytes of ranges of many files, in order; in a store they are read side by side.
+    /// The bytes of ranges of many files, in order; in a store they are read in parallel.
     fn read_ranges(&self, ranges: &[Request]) -> Result<Vec<Vec<u8>>> {
-        let mut found = vec![Vec::new(); ranges.len()];
+        let mut contents = vec![Vec::new(); ranges.len()];
         match self {
             Self::Folder(dir) => {
-                for (Request { name, range, .. }, bytes) in ranges.iter().zip(&mut found) {
+                for (Request { name, range, .. }, bytes) in ranges.iter().zip(&mut contents) {
                     let (path, length) = (dir.join(name), range.end - range.start);
                     bytes.resize(length as usize, 0);
                     let read = regular_file::open(&path).and_then(|f| f.read_exact_at(bytes, range.start));
@@ -96,32 +98,32 @@ impl Place {
                 let filled = ranges.iter().enumerate().filter(|(_, request)| !request.range.is_empty());
                 let (numbers, requests): (Vec<_>, Vec<_>) = filled.map(|(n, one)| (n, one.clone())).unzip();
                 store.read_ranges(&requests, &Cancel::default(), |request, bytes| {
-                    found[numbers[request]] = bytes.to_vec();
+                    contents[numbers[request]] = bytes.to_vec();
                     Ok(())
                 })?;
             }
         }
-        Ok(found)
+        Ok(contents)
     }
 
-    /// Calls `each` with the number of a batch's first range and the bytes, in order. Holds about 32 MB.
+    /// Calls `receive` with the number of a batch's first range and the bytes, in order. Holds about 32 MB.
     pub fn read_batches(
         &self,
         step: &Step,
         ranges: &[Request],
-        mut each: impl FnMut(usize, Vec<Vec<u8>>) -> Result<()>,
+        mut receive: impl FnMut(usize, Vec<Vec<u8>>) -> Result<()>,
     ) -> Result<()> {
         for batch in batches(ranges) {
             let bytes = self.read_ranges(&ranges[batch.clone()])?;
             let read = bytes.iter().map(|bytes| bytes.len() as u64).sum();
-            each(batch.start, bytes)?;
+            receive(batch.start, bytes)?;
             step.advance(read)?;
         }
         Ok(())
     }
 
     pub fn write_all(&self, tag: &str, files: &[(String, Vec<u8>)]) -> Result<()> {
-        side_by_side(files, |(name, bytes)| self.write(name, tag, bytes)).map(drop)
+        in_parallel(files, |(name, bytes)| self.write(name, tag, bytes)).map(drop)
     }
 
     pub fn names(&self) -> Result<Vec<String>> {
@@ -161,7 +163,7 @@ impl Place {
         self.remove_all(&[name.to_owned()])
     }
 
-    /// Removes those of these files that exist. If that fails, all are tried.
+    /// Removes the files that exist. Tries all of them, even after a failure.
     pub fn remove_all(&self, names: &[String]) -> Result<()> {
         match self {
             Self::Folder(dir) => {
@@ -179,18 +181,18 @@ impl Place {
             Self::Folder(dir) => Manifest::read(dir).map(Some),
             Self::Store(store) => match Manifest::fetch(store) {
                 Err(Error::NotFound { .. }) => Ok(None),
-                found => found.map(Some),
+                manifest => manifest.map(Some),
             },
         }
     }
 }
 
-/// Does some work for all items, on several threads because it waits for a disk or store.
-fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+/// Applies `work` to all items, on several threads because it waits for a disk or store.
+fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let cancel = Cancel::default();
     let work_on = |share: &[T]| cancel.carry(|| share.iter().map(&work).collect::<Result<Vec<R>>>());
     std::thread::scope(|scope| {
-        let shares = items.chunks(items.len().div_ceil(SIDE_BY_SIDE).max(1));
+        let shares = items.chunks(items.len().div_ceil(PARALLEL).max(1));
         let threads: Vec<_> = shares.map(|share| scope.spawn(|| work_on(share))).collect();
         let outcomes = threads.into_iter().map(|thread| thread.join());
         let done = outcomes.map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));

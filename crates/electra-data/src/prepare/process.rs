@@ -1,7 +1,8 @@
-//! Which processes work in a folder: without locks, which many network file systems emulate or lack, and without expiry.
+//! Tracks the processes that work in a folder. Uses no locks, which many network file systems emulate or lack, and no
+//! expiry.
 //!
-//! Each run leaves a file that names its process. A run is kept out only by one that is certainly alive, on the same
-//! machine, or that it could harm. All others may share the folder: files appear complete or not at all, and runs of
+//! Each run leaves a file that identifies its process. A run is refused only if another run is certainly alive, on the same
+//! machine, or could be harmed by it. All others may share the folder: files appear complete or not at all, and runs of
 //! equal fingerprints write the same bytes.
 
 use std::ffi::CStr;
@@ -18,15 +19,15 @@ use crate::threads::nonce;
 
 const PROCESS_FILE: &str = ".lock-";
 
-/// A process, distinguished from those of other hosts, containers and boots, and from later ones with the same pid.
+/// A process, distinguished from processes of other hosts, containers and boots, and from later ones with the same pid.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Process {
     pub host: String,
-    /// Hash of the boot's id and the namespace of process numbers, in which `pid` has a meaning; empty where the system
+    /// Hash of the boot id and the pid namespace, within which `pid` is meaningful; empty if the system
     /// does not provide them (macOS).
     machine: String,
     pub pid: u32,
-    /// When it was started, in ticks since the boot; 0 where the system does not say.
+    /// Its start, in ticks since the boot; 0 if the system does not report it.
     started: u64,
 }
 
@@ -37,24 +38,24 @@ impl Process {
         Self { host: host(), machine, pid, started }
     }
 
-    /// Whether it has certainly ended. `None` if this process cannot tell, because it ran on another machine.
+    /// Whether the process has certainly ended. `None` if this is unknown, because it ran on another machine.
     pub fn has_ended(&self) -> Option<bool> {
         machine().filter(|machine| *machine == self.machine)?;
         Some(self.is_over(started(self.pid)))
     }
 
-    /// Whether it has ended, given when the process with its number was started. The system may hide processes of other
-    /// users in /proc, but not whether their number is in use.
+    /// Whether it has ended, from the start of the process with its pid. The system may hide processes of other
+    /// users in /proc, but not whether a pid is in use.
     fn is_over(&self, started: Option<u64>) -> bool {
         started.map_or_else(|| !exists(self.pid), |started| started != self.started)
     }
 
-    /// A name for the temporary files of one attempt of this process, unique among all attempts.
+    /// A unique name for the temporary files of one attempt of this process.
     pub fn attempt(&self) -> String {
         format!("{}-{}-{}-{:016x}", self.machine, self.pid, self.started, nonce())
     }
 
-    /// The process that made an attempt; `None` if this name does not begin with that of one.
+    /// The process of an attempt; `None` if `name` does not begin with an attempt's name.
     pub fn of_attempt(name: &str) -> Option<Self> {
         let mut parts = name.splitn(5, '-');
         let machine = parts.next().filter(|part| part.is_empty() || is_nonce(part))?.to_owned();
@@ -71,15 +72,15 @@ pub(super) struct ProcessFile {
 }
 
 impl ProcessFile {
-    /// Says that a run with this tag works in a folder. Fails if another one does, unless they do different parts.
-    /// Where `may_share` is false, also if it cannot tell whether a run on another machine has ended.
+    /// Records that a run with this tag works in a folder. Fails if another run does, unless they do different partitions.
+    /// Without `may_share`, also fails if a run on another machine may still be alive.
     pub fn create(dir: &Path, tag: &str, may_share: bool) -> Result<Self> {
         let process = Process::current();
         let name = format!("{PROCESS_FILE}{tag}.{:016x}", nonce());
         let bytes = serde_json::to_vec(&process).map_err(|e| Error::io(dir, e.into()))?;
         write_atomically(dir, &name, &process.attempt(), &bytes)?;
         let created = Self { path: dir.join(&name), pid: process.pid };
-        // Written first, then looked: of two that begin at the same time, at least one sees the other.
+        // Writes before it looks: if two runs begin at the same time, at least one sees the other.
         for other in names_in(dir)?.iter().filter(|other| is_process_file(other) && **other != name) {
             let path = dir.join(other);
             let bytes = match std::fs::read(&path) {
@@ -111,14 +112,14 @@ impl Drop for ProcessFile {
 
 fn occupied(dir: &Path, process: Option<Process>, unless_ended: Option<&Path>) -> Error {
     let by = process.map_or("unknown".to_owned(), |by| format!("process {} on {}", by.pid, by.host));
-    let remedy = unless_ended
-        .map_or(String::new(), |path| format!(", or remove {} if that has ended", path.display()));
+    let remedy =
+        unless_ended.map_or(String::new(), |path| format!(", or remove {} if it has ended", path.display()));
     let message =
         format!("another prepare is running in this folder ({by}); wait for it or choose another --out");
     Error::at(dir, message + &remedy)
 }
 
-/// Whether this is the name of a [`ProcessFile`], also as older releases named it.
+/// Whether this is the name of a [`ProcessFile`], including names of older releases.
 pub(super) fn is_process_file(file: &str) -> bool {
     let Some(rest) = file.strip_prefix(PROCESS_FILE) else { return false };
     let (tag, nonce) = rest.split_once('.').map_or((rest, None), |(tag, nonce)| (tag, Some(nonce)));
@@ -149,10 +150,10 @@ fn machine() -> Option<String> {
     Some(format!("{:016x}", xxh3_64(&both)))
 }
 
-/// When a process was started; 0 if it has ended and its parent has not waited for it yet; `None` if it cannot be seen.
+/// The start of a process; 0 for a zombie; `None` if the process is not visible.
 fn started(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the command in parentheses, which may have blanks and parentheses of its own.
+    // The second field is the command in parentheses, which may contain spaces and parentheses.
     let mut fields = stat.rsplit(')').next()?.split_ascii_whitespace();
     match fields.next()? {
         "Z" | "X" => Some(0),
@@ -173,7 +174,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_dead_process_is_told_from_a_live_one() {
+    fn dead_process_is_distinguished_from_a_live_one() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let sleeper =
             Process { pid: child.id(), started: started(child.id()).unwrap(), ..Process::current() };
@@ -191,23 +192,23 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_names_its_process() {
-        let ours = Process::current();
-        let attempt = ours.attempt();
-        assert_ne!(attempt, ours.attempt());
-        let found = Process::of_attempt(&format!("{attempt}-shard-000001-000.tokens")).unwrap();
-        assert_eq!(Process { host: ours.host.clone(), ..found }, ours);
+    fn attempt_name_identifies_its_process() {
+        let process = Process::current();
+        let attempt = process.attempt();
+        assert_ne!(attempt, process.attempt());
+        let parsed = Process::of_attempt(&format!("{attempt}-shard-000001-000.tokens")).unwrap();
+        assert_eq!(Process { host: process.host.clone(), ..parsed }, process);
         let others = ["all-vocab.txt", "0123456789abcdef-1-2-notes", "notes-1-2-0123456789abcdef"];
         assert!(others.iter().all(|name| Process::of_attempt(name).is_none()));
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_run_is_kept_out_by_one_that_lives_or_that_it_could_harm() {
+    fn run_is_refused_next_to_a_live_or_vulnerable_run() {
         let here = Process::current();
         let (dead, elsewhere) =
             (Process { started: 1, ..here.clone() }, Process { machine: String::new(), ..here.clone() });
-        // The other's tag and process; then whether "all", "1-of-2", and a run that may not share are kept out.
+        // The other run's tag and process; then whether "all", "1-of-2", and a run that may not share are refused.
         for (tag, process, expected) in [
             ("all", &here, [true, true, true]),
             ("1-of-2", &here, [true, true, true]),
@@ -215,7 +216,7 @@ mod tests {
             ("all", &dead, [false, false, false]),
             ("all", &elsewhere, [false, false, true]),
         ] {
-            // Also as older releases named it.
+            // Also with the name of older releases.
             for name in [format!(".lock-{tag}.0123456789abcdef"), format!(".lock-{tag}")] {
                 let dir = tempfile::tempdir().unwrap();
                 std::fs::write(dir.path().join(&name), serde_json::to_vec(process).unwrap()).unwrap();
@@ -225,9 +226,9 @@ mod tests {
                 let is_clear = |error: &Error| error.to_string().contains("another prepare is running");
                 assert!(refusals.iter().flatten().all(is_clear));
                 assert_eq!(dir.path().join(&name).exists(), process.has_ended() != Some(true));
-                let ours = ProcessFile::create(dir.path(), "2-of-3", true).ok();
+                let claimed = ProcessFile::create(dir.path(), "2-of-3", true).ok();
                 let num_others = 1 - usize::from(process == &dead);
-                assert_eq!(names_in(dir.path()).unwrap().len(), num_others + usize::from(ours.is_some()));
+                assert_eq!(names_in(dir.path()).unwrap().len(), num_others + usize::from(claimed.is_some()));
             }
         }
     }

@@ -13,17 +13,17 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
     pub bytes_done: u64,
-    /// Bytes of input that this run has to read; 0 if unknown.
+    /// Bytes of input that this run must read; 0 if unknown.
     pub bytes_total: u64,
     pub documents: u64,
     pub tokens: u64,
-    /// What the run does instead of reading the input; empty while it reads. Then the bytes are those of its own files.
+    /// The current step other than reading the input, with the bytes of the run's files; empty while it reads the input.
     pub step: &'static str,
 }
 
 pub type Report<'a> = dyn FnMut(Progress) -> bool + 'a;
 
-/// The step that a run is at between reading its input and the end.
+/// The current step of a run outside the reading of its input.
 #[derive(Default)]
 pub(super) struct Step(Mutex<Progress>);
 
@@ -32,15 +32,15 @@ impl Step {
         *lock(&self.0) = Progress { step, bytes_total, ..Progress::default() };
     }
 
-    /// Adds bytes that were read; [`Error::Interrupted`] if the run is to stop.
+    /// Adds bytes that were read; [`Error::Interrupted`] if the run should stop.
     pub fn advance(&self, bytes: u64) -> Result<()> {
         lock(&self.0).bytes_done += bytes;
         if Cancel::default().is_raised() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Runs `work` on a thread and reports its steps on this one. To stop it cancels all its requests.
+    /// Runs `work` on a thread and reports its steps on this one. Stopping cancels all its requests.
     pub fn report<T: Send>(progress: &mut Report, work: impl FnOnce(&Self) -> Result<T> + Send) -> Result<T> {
-        // A step that takes no time is not reported.
+        // A very short step is not reported.
         let mut reporter = ProgressReporter { callback: progress, reported: Some(Instant::now()) };
         let step = Self::default();
         attended(|_: Sender<()>| work(&step), |_| reporter.report_if_due(|| *lock(&step.0)))?
@@ -68,7 +68,7 @@ impl<'a> ProgressReporter<'a> {
         Self { callback, reported: None }
     }
 
-    /// Reports if the last report is 100 ms old; [`Error::Interrupted`] if the run is to stop.
+    /// Reports if the last report is 100 ms old; [`Error::Interrupted`] if the run should stop.
     pub fn report_if_due(&mut self, progress: impl FnOnce() -> Progress) -> Result<()> {
         if self.reported.is_some_and(|moment| moment.elapsed() < REPORT_EVERY) {
             return Ok(());

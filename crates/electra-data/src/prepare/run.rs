@@ -1,8 +1,8 @@
 //! Text to a corpus: input files → documents → token ids → shards, input group by input group (`pipelines`), then
 //! `finalize`.
 //!
-//! An input group (files, or a part of a huge one) is either finished or not, and building it again gives the same
-//! bytes. So a run that was killed can be resumed, and several machines can share the groups, with the same result.
+//! An input group (files, or a part of a huge file) is either finished or not, and building it again gives the same
+//! bytes. So a killed run can be resumed, and several machines can share the groups, with the same result.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -38,14 +38,14 @@ pub struct PrepareReport {
     pub already_complete: bool,
     pub num_files: usize,
     pub passed_over: PassedOver,
-    /// Splits of saved datasets that were not read because another one was.
+    /// Splits of saved datasets that were not read, because another split was.
     pub skipped_splits: Vec<String>,
     pub num_input_groups: usize,
     pub missing_input_groups: usize,
-    /// Input groups whose text has not been compared with all other text yet, because other partitions have not read
+    /// Input groups whose text has not yet been compared with all other text, because other partitions have not read
     /// theirs.
     pub unhashed_input_groups: usize,
-    /// Documents of the corpus, without the validation split (of all finished groups, if it is not complete).
+    /// Documents of the corpus, without the validation set (of all finished groups, if the corpus is incomplete).
     pub num_documents: u64,
     pub num_tokens: u64,
     pub empty_documents: u64,
@@ -53,8 +53,8 @@ pub struct PrepareReport {
     pub dropped_documents: u64,
     pub emptied_documents: u64,
     pub dropped_lines: u64,
-    /// How often text is repeated; `None` if the corpus is not complete or was before this run, or if an older release
-    /// has made a part of it.
+    /// Repeated text; `None` if the corpus is incomplete or was complete before this run, or if an older release
+    /// prepared a part of it.
     pub repeats: Option<Repeats>,
     /// Unreadable records that were skipped. `skipped.jsonl` in the corpus lists them.
     pub skipped_rows: u64,
@@ -64,7 +64,7 @@ pub struct PrepareReport {
     pub content_hash: String,
 }
 
-/// Makes a corpus in `out`, or resumes making it.
+/// Prepares a corpus in `out`, or resumes the preparation.
 ///
 /// `progress` is called about ten times per second, on this thread. When it returns `false`, the run stops with
 /// [`Error::Interrupted`]; the same call resumes it.
@@ -116,14 +116,14 @@ impl Remaining {
 
     fn records(&self, plan: &Plan, sizes: &Sizes, progress: &mut Report) -> Result<Records> {
         let read = || self.out.records(&self.pass, &Vec::from_iter(0..plan.groups.len()), sizes);
-        Step::report_one(progress, "reading what is finished", read)
+        Step::report_one(progress, "reading finished input groups", read)
     }
 }
 
 impl PrepareRun<'_> {
     fn finish(&self, mut work: Remaining, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         self.build_files(&work, plan, progress)?;
-        // A disk that damages all hashes must not keep the run busy forever.
+        // If a disk damages all hashes, the run must end nevertheless.
         for _ in 0..3 {
             if matches!(work.pass, Pass::Build(_)) || work.todo.is_empty() {
                 break;
@@ -134,7 +134,7 @@ impl PrepareRun<'_> {
         self.finalize(&work, plan, progress)
     }
 
-    /// Claims the folder and finds the input groups of this run's partition that are missing.
+    /// Claims the folder and finds the missing input groups of this run's partition.
     pub fn claim(&self, plan: &Plan, progress: &mut Report) -> Result<Claimed> {
         let tag = |(index, count)| format!("{index}-of-{count}");
         let tag = self.options.partition.map_or(ALL.to_owned(), tag);
@@ -158,24 +158,24 @@ impl PrepareRun<'_> {
         Ok(Claimed::Unfinished(Box::new(work)))
     }
 
-    /// Finds what is left to do. A run that leaves out duplicates builds once all input groups have been hashed.
+    /// Finds the remaining work. A run that drops duplicates builds groups after all of them have been hashed.
     pub fn find_remaining(&self, work: &mut Remaining, plan: &Plan, progress: &mut Report) -> Result<()> {
         let sizes = work.list(progress)?;
         let records = self.remaining_of_pass(work, &sizes, plan, progress)?;
-        let (Pass::Hash(what), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
+        let (Pass::Hash(unit), Some(hashed)) = (&work.pass, records) else { return Ok(()) };
         let files: Vec<FileEntry> = hashed.into_iter().filter_map(|record| record.watched).collect();
         match Step::report(progress, |step| decide(&work.out, &files, &sizes, step)) {
-            // The file was removed, so that its input group is hashed again.
+            // The file was removed, so its input group is hashed again.
             Err(Error::Damaged { .. }) => return self.find_remaining(work, plan, progress),
             decided => decided?,
         }
-        work.pass = Pass::Build(Some(Decided { what: *what, digest: digest(&files) }));
+        work.pass = Pass::Build(Some(Decided { unit: *unit, digest: digest(&files) }));
         self.remaining_of_pass(work, &sizes, plan, progress)?;
-        // Their shards are about to be replaced: a record of other duplicates must not name them again.
+        // Their shards will be replaced: a record of other duplicates must not refer to them again.
         work.out.forget(&work.pass, work.todo.iter().map(|todo| todo.number), &sizes)
     }
 
-    /// Finds what is left to do in this pass; returns the records of all input groups if none is missing.
+    /// Finds the remaining work of this pass; returns the records of all input groups if none is missing.
     fn remaining_of_pass(
         &self,
         work: &mut Remaining,
@@ -216,17 +216,19 @@ impl PrepareRun<'_> {
         documents: Box<dyn Iterator<Item = Result<String>> + Send + '_>,
         progress: &mut Report,
     ) -> Result<PrepareReport> {
-        let refused = |what: &str| Err(Error::Input(what.to_owned()));
+        let refused = |reason: &str| Err(Error::Input(reason.to_owned()));
         if self.options.partition.is_some() {
-            return refused("a partition needs files as input, not documents");
+            return refused("partition: needs files as input, not documents");
         }
         if self.options.drop_duplicates.is_some() {
-            return refused("drop_duplicates needs files as input, not documents: it reads them twice");
+            return refused(
+                "drop_duplicates: needs files as input, not documents, because it reads them twice",
+            );
         }
         let pass = Pass::Build(None);
         let mut fingerprint = self.options.fingerprint(self.tokenizer, &json!("documents"), TEXT_VERSION);
         if url_of(self.out).is_some() {
-            // This alone keeps out a run of other documents.
+            // Only this keeps out a run with other documents.
             fingerprint = format!("{fingerprint}-{:016x}", nonce());
         }
         let out = match OutputDir::claim(self.out, &fingerprint, ALL, true)? {
@@ -256,8 +258,8 @@ impl PrepareRun<'_> {
     pub fn finalize(&self, work: &Remaining, plan: &Plan, progress: &mut Report) -> Result<PrepareReport> {
         let mut records = work.records(plan, &work.list(progress)?, progress)?;
         let unhashed = records.iter().filter(|record| record.is_none()).count();
-        // Runs of other partitions may have read the inputs at another time, and decide themselves when to build a
-        // group again. To this run, a group that does not match is missing.
+        // Runs of other partitions may have read the inputs at another time, and decide themselves whether to build a
+        // group again. For this run, a group that does not match is missing.
         if self.options.partition.is_some() && records.iter().all(Option::is_some) {
             for (number, _) in self.comparer(plan).stale(&records, progress)? {
                 records[number] = None;
@@ -287,7 +289,7 @@ impl PrepareRun<'_> {
         if missing > 0
             && let Some(manifest) = out.place.manifest()?
         {
-            // The run of another partition has just finished the corpus and removed the records.
+            // Another partition's run has just finished the corpus and removed the records.
             return self.complete(&manifest, report);
         }
         let skipped = || records.iter().flat_map(|record| &record.skipped);
@@ -327,11 +329,13 @@ impl PrepareRun<'_> {
         }
     }
 
-    /// The outcome of a run, without the errors of one that another has overtaken: it finished the same corpus.
+    /// The outcome of a run. Ignores an error if another run has finished the same corpus in the meantime.
     pub fn unless_finished(&self, outcome: Result<PrepareReport>, plan: &Plan) -> Result<PrepareReport> {
         let Err(error) = outcome else { return outcome };
         match manifest_of(self.out) {
-            Ok(found) if found.fingerprint == plan.fingerprint => self.complete(&found, report_of(plan)),
+            Ok(manifest) if manifest.fingerprint == plan.fingerprint => {
+                self.complete(&manifest, report_of(plan))
+            }
             _ => Err(error),
         }
     }
@@ -339,7 +343,7 @@ impl PrepareRun<'_> {
     fn complete(&self, manifest: &Manifest, report: PrepareReport) -> Result<PrepareReport> {
         let validation_documents =
             if manifest.has_validation { manifest_of(&self.out.join(VALIDATION))?.num_documents } else { 0 };
-        // Nothing depends on the list, so it may have been removed.
+        // The list is optional, so it may have been removed.
         let list = if manifest.skipped_records > 0 { Place::open(self.out)?.read(SKIPPED)? } else { None };
         Ok(PrepareReport {
             complete: true,
@@ -364,9 +368,9 @@ impl PrepareRun<'_> {
         if skipped <= allowed {
             return Ok(skipped);
         }
-        let remedy = format!("give it at least {skipped}, or start again in another --out");
+        let remedy = format!("raise it to at least {skipped}, or start again in another --out");
         let limit = format!("--skip-bad-rows allows {allowed}; {remedy}");
-        Err(Error::at(self.out, format_args!("{skipped} bad rows were skipped so far, and {limit}")))
+        Err(Error::at(self.out, format_args!("{skipped} bad rows were skipped so far, but {limit}")))
     }
 
     /// Builds input groups in `out`; the end of the run raises `cancel`.

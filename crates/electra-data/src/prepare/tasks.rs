@@ -1,7 +1,7 @@
-//! One corpus by many processes: a parent divides the work into tasks for whatever executor there is.
+//! One corpus written by many processes: a parent divides the work into tasks for any executor.
 //!
-//! The parent ([`PrepareJob`]) lists the inputs, claims the folder and makes the corpus in the end; a task
-//! ([`prepare_input_groups`]), in any process that sees the same files, builds input groups. They exchange text. A task
+//! The parent ([`PrepareJob`]) lists the inputs, claims the folder and finally writes the corpus; a task
+//! ([`prepare_input_groups`]), in any process that sees the same files, builds input groups. They exchange JSON. A task
 //! that runs twice, even at the same time, writes the same files.
 
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::input::{Batcher, InputFile, Part, ReadOptions, SkipLog, read_input_gr
 use crate::store::{Cancel, url_of};
 use crate::tokenizer::Tokenizer;
 
-/// A corpus that is being prepared by tasks. Says that it works in its folder until it is dropped.
+/// A corpus that tasks are preparing. Claims its folder until it is dropped.
 pub struct PrepareJob {
     out: PathBuf,
     options: PrepareOptions,
@@ -38,7 +38,7 @@ pub enum OpenedJob {
 struct TaskSettings {
     text_version: usize,
     out: PathBuf,
-    /// Named as in records; releases that know no text versions take it under its own name only.
+    /// Under the name used in records; releases without text versions accept it only under its original name.
     #[serde(rename = "job")]
     fingerprint: String,
     reading: ReadOptions,
@@ -46,7 +46,7 @@ struct TaskSettings {
     pass: Pass,
     num_groups: usize,
     skipped: u64,
-    /// The tokenizer's file in the folder of records, with its settings and its hash.
+    /// The tokenizer's file in the folder of records, with its settings and hash.
     tokenizer: PathBuf,
     case: (Option<bool>, Option<bool>),
     special_tokens: SpecialTokens,
@@ -63,7 +63,7 @@ struct AssignedGroup {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskReport {
-    /// Documents with at least one token, the validation split included.
+    /// Documents with at least one token, including the validation set.
     pub documents: u64,
     pub tokens: u64,
     /// Bytes of input, as the parent counts them.
@@ -71,7 +71,7 @@ pub struct TaskReport {
 }
 
 impl PrepareJob {
-    /// Lists the inputs, claims the folder, and stores what tasks need. `progress`: see [`crate::prepare()`].
+    /// Lists the inputs, claims the folder, and stores the tokenizer for tasks. `progress`: see [`crate::prepare()`].
     pub fn open(
         inputs: &[PathBuf],
         tokenizer: &Tokenizer,
@@ -86,7 +86,7 @@ impl PrepareJob {
             Claimed::Complete(report) => return Ok(OpenedJob::Complete(report)),
             Claimed::Unfinished(work) => work,
         };
-        // Stored beside the records, not sent with every task: a tokenizer can have several megabytes.
+        // Stored with the records and not sent with every task: a tokenizer can have several megabytes.
         let (name, bytes) = tokenizer.file();
         work.out.write(&format!("{PARTS}/{name}"), bytes)?;
         let absolute = || std::path::absolute(out).map_err(|e| Error::io(out, e));
@@ -111,7 +111,7 @@ impl PrepareJob {
         })
     }
 
-    /// (number, bytes of input) of each input group that is missing, in order.
+    /// All missing input groups as (number, bytes of input), in order.
     pub fn input_groups(&self) -> Vec<(usize, u64)> {
         self.work.todo.iter().map(|todo| (todo.number, todo.bytes)).collect()
     }
@@ -136,7 +136,7 @@ impl PrepareJob {
         self.to_text(&AssignedGroup { number, bytes, files, part })
     }
 
-    /// Makes the corpus of what the tasks have built; incomplete if one of them has not run.
+    /// Writes the corpus from the groups that the tasks built; incomplete if one of them has not run.
     pub fn finish(&self, tokenizer: &Tokenizer, progress: &mut Report) -> Result<PrepareReport> {
         let run = PrepareRun { tokenizer, out: &self.out, options: &self.options };
         run.unless_finished(run.finalize(&self.work, &self.plan, progress), &self.plan)
@@ -145,10 +145,7 @@ impl PrepareJob {
     fn to_text(&self, value: &impl Serialize) -> Result<String> {
         // The only values that cannot be text are paths.
         serde_json::to_string(value).map_err(|error| {
-            Error::at(
-                &self.out,
-                format_args!("the work cannot be handed to other processes: {error}; rename it"),
-            )
+            Error::at(&self.out, format_args!("cannot be sent to other processes ({error}); rename it"))
         })
     }
 }
@@ -165,13 +162,13 @@ pub fn job_tokenizer(settings: &str) -> Result<Tokenizer> {
     })?;
     let tokenizer = Tokenizer::restored(path, (&name, bytes), settings.case, settings.special_tokens)?;
     if tokenizer.hash() != settings.tokenizer_hash {
-        let message = "not the tokenizer of this run, or electra-fast has another version here";
+        let message = "not the tokenizer of this run, or this machine has another version of electra-fast";
         return Err(Error::at(path, message));
     }
     Ok(tokenizer)
 }
 
-/// Builds the input groups of one task. `progress` works as for [`crate::prepare()`].
+/// Builds the input groups of one task. `progress` works as in [`crate::prepare()`].
 pub fn prepare_input_groups(
     settings: &str,
     groups: &[String],
@@ -184,7 +181,7 @@ pub fn prepare_input_groups(
     let cancel = Cancel::default();
     groups.iter_mut().flat_map(|group| &mut group.files).for_each(|file| file.cancel_with(&cancel));
     let outcome = settings.build(&groups, tokenizer, threads, &cancel, progress);
-    // If another process has finished the corpus meanwhile, there is nowhere left to record this work.
+    // If another process has finished the corpus in the meantime, this work can no longer be recorded.
     let is_finished = || manifest_of(&settings.out).is_ok_and(|of| of.fingerprint == settings.fingerprint);
     match outcome {
         Err(Error::Interrupted) => Err(Error::Interrupted),
@@ -245,5 +242,7 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T> {
 }
 
 fn other_version(reason: impl std::fmt::Display) -> Error {
-    Error::Input(format!("a task of another version of electra-fast came here ({reason}); install the same"))
+    Error::Input(format!(
+        "the task comes from another version of electra-fast ({reason}); install the same version"
+    ))
 }

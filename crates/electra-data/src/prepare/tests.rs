@@ -1,4 +1,4 @@
-//! Pipelines, tasks and finalizing at the same time.
+//! Concurrent pipelines, tasks and finalizers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub(super) fn tokenizer(dir: &Path, entries: &str) -> Tokenizer {
     Tokenizer::from_file(&dir.join("vocab.txt"), None, None).unwrap()
 }
 
-/// A text, read in about twenty parts, of documents "a b", "a b b", …, and what makes a corpus of it.
+/// A text of documents "a b", "a b b", …, read in about twenty parts, and a setup to prepare it.
 struct Setup {
     dir: tempfile::TempDir,
     tokenizer: Tokenizer,
@@ -67,7 +67,7 @@ impl Setup {
     }
 }
 
-/// Has a test look at the work of a run whose input groups are built and not yet a corpus.
+/// Calls `check` with the work of a run whose input groups are built but not finalized.
 fn with_built(validation_fraction: f64, check: impl FnOnce(&Setup, &PrepareRun, &Plan, Box<Remaining>)) {
     let setup = setup(validation_fraction);
     let (run, plan) = (setup.run(), setup.plan());
@@ -83,7 +83,7 @@ fn record(out: &OutputDir, group: usize) -> Option<InputGroupRecord> {
 
 type Read<'a> = dyn Fn(usize, &mut Batcher<'_>) -> Result<()> + Sync + 'a;
 
-/// Builds input groups with a reader of the test's own; returns the outcome and which groups are finished.
+/// Builds input groups with a test's reader; returns the outcome and the finished groups.
 fn build(threads: usize, groups: usize, skips: &SkipLog, read: &Read) -> (Result<()>, Vec<usize>) {
     let setup = setup(0.0);
     let Claim::Ours(out) = OutputDir::claim(&setup.out, "job", ALL, false).unwrap() else {
@@ -110,7 +110,7 @@ fn pipelines_read_at_the_same_time() {
 }
 
 #[test]
-fn the_limit_of_skipped_rows_is_one_for_all_pipelines() {
+fn pipelines_share_the_limit_of_skipped_rows() {
     let record = || crate::input::SkippedRecord { file: "f".into(), line: 1, reason: String::new() };
     let read = |_: usize, to: &mut Batcher<'_>| {
         to.push_document("a")?;
@@ -118,11 +118,11 @@ fn the_limit_of_skipped_rows_is_one_for_all_pipelines() {
     };
     assert!(build(8, 20, &SkipLog::new(20, 0), &read).0.is_ok());
     let error = build(8, 20, &SkipLog::new(20, 1), &read).0.unwrap_err().to_string();
-    assert!(error.contains("bad; 20 bad rows were skipped before it"), "{error}");
+    assert!(error.contains("bad; --skip-bad-rows 20 is used up"), "{error}");
 }
 
 #[test]
-fn an_error_keeps_the_groups_that_were_finished() {
+fn finished_groups_survive_an_error() {
     let read = |number: usize, to: &mut Batcher<'_>| match number {
         9 => Err(Error::Input("group 9 is bad".to_owned())),
         _ => to.push_document("a"),
@@ -135,7 +135,7 @@ fn an_error_keeps_the_groups_that_were_finished() {
 }
 
 #[test]
-fn text_outside_of_input_groups_is_an_error_and_not_dropped() {
+fn text_outside_input_groups_is_an_error() {
     let read = |_: usize, to: &mut Batcher<'_>| {
         to.end_input_group()?;
         to.push_document("a")
@@ -145,7 +145,7 @@ fn text_outside_of_input_groups_is_an_error_and_not_dropped() {
 }
 
 #[test]
-fn a_task_of_another_run_is_refused_and_a_late_one_finds_nothing_to_do() {
+fn task_of_another_run_is_refused_and_late_task_does_nothing() {
     let setup = setup(0.0);
     let first = setup.open(&setup.options);
     let (settings, group) = (first.settings(&setup.tokenizer).unwrap(), first.input_group(0).unwrap());
@@ -161,29 +161,29 @@ fn a_task_of_another_run_is_refused_and_a_late_one_finds_nothing_to_do() {
     std::fs::remove_dir_all(&setup.out).unwrap();
     let _second = setup.open(&PrepareOptions { validation_fraction: 0.5, ..setup.options.clone() });
     let refusal = |settings: &str| task(settings).unwrap_err().to_string();
-    assert!(refusal(&settings).contains("the run that this work belongs to has ended"));
+    assert!(refusal(&settings).contains("the run that this task belongs to has ended"));
     let changes =
         [("text_version\":1", "text_version\":900"), ("\"text_version\":1,", ""), ("job", "fingerprint")];
     for settings in changes.map(|(from, to)| settings.replace(from, to)) {
-        assert!(refusal(&settings).contains("a task of another version of electra-fast came here"));
+        assert!(refusal(&settings).contains("the task comes from another version of electra-fast"));
         assert!(job_tokenizer(&settings).is_err());
     }
 }
 
 #[test]
-fn a_finished_corpus_of_an_older_text_version_is_complete() {
+fn finished_corpus_of_an_older_text_version_is_complete() {
     let setup = setup(0.0);
     let (made, run, plan) = (setup.prepared(&setup.out), setup.run(), setup.plan());
     let mut newer = Plan { older_fingerprints: vec![plan.fingerprint], fingerprint: "new".into(), ..plan };
-    let Claimed::Complete(found) = run.claim(&newer, &mut |_| true).unwrap() else { panic!("incomplete") };
-    assert!(found.already_complete && found.content_hash == made.content_hash);
+    let Claimed::Complete(report) = run.claim(&newer, &mut |_| true).unwrap() else { panic!("incomplete") };
+    assert!(report.already_complete && report.content_hash == made.content_hash);
     newer.older_fingerprints.clear();
     let refusal = run.claim(&newer, &mut |_| true).err().unwrap().to_string();
     assert!(refusal.contains("of other inputs or options"));
 }
 
 #[test]
-fn several_can_finalize_at_once() {
+fn several_runs_can_finalize_at_once() {
     for (round, fraction) in [0.0, 0.1, 1e-12].into_iter().cycle().take(12).enumerate() {
         with_built(fraction, |setup, run, plan, work| {
             let expected = setup.prepared(&setup.dir.path().join("alone"));
@@ -197,8 +197,8 @@ fn several_can_finalize_at_once() {
             let start = Barrier::new(works.len());
             let finalize = |work| {
                 start.wait();
-                let found = run.unless_finished(run.finalize(work, plan, &mut |_| true), plan).unwrap();
-                let hashes = (&found.content_hash, found.validation_documents);
+                let report = run.unless_finished(run.finalize(work, plan, &mut |_| true), plan).unwrap();
+                let hashes = (&report.content_hash, report.validation_documents);
                 assert_eq!(hashes, (&expected.content_hash, expected.validation_documents), "{round}");
             };
             std::thread::scope(|scope| {
@@ -213,22 +213,22 @@ fn several_can_finalize_at_once() {
 }
 
 #[test]
-fn moving_the_last_document_leaves_what_another_finalizer_reads() {
+fn moving_the_last_document_keeps_shards_for_other_finalizers() {
     with_built(0.0, |_, run, plan, work| {
         let records = || Vec::from_iter((0..plan.groups.len()).map(|n| record(&work.out, n).unwrap()));
-        let (mut ours, mut theirs) = (records(), records());
+        let (mut first, mut second) = (records(), records());
         let finalizer = run.finalizer(&work.out, Dropped::default());
-        finalizer.move_last_to_validation(&mut ours).unwrap();
-        finalizer.move_last_to_validation(&mut theirs).unwrap();
-        assert_eq!(ours, theirs);
-        assert_ne!(ours, records()); // what is recorded is still there, whole
+        finalizer.move_last_to_validation(&mut first).unwrap();
+        finalizer.move_last_to_validation(&mut second).unwrap();
+        assert_eq!(first, second);
+        assert_ne!(first, records()); // the recorded shards are still complete
     });
 }
 
 #[test]
-fn the_manifest_is_written_last_and_nothing_is_removed_before() {
+fn manifest_is_written_last_and_before_any_removal() {
     with_built(0.1, |setup, run, plan, work| {
-        // A folder in the way stops the run at each of its last files.
+        // A folder of the same name stops the run at each of its last files.
         for name in ["holdout/vocab.txt", "holdout/manifest.json", "vocab.txt", "manifest.json"] {
             let obstacle = setup.out.join(name);
             std::fs::create_dir(&obstacle).unwrap();
@@ -242,7 +242,7 @@ fn the_manifest_is_written_last_and_nothing_is_removed_before() {
 }
 
 #[test]
-fn what_an_older_release_recorded_holds_unless_all_content_is_to_be_compared() {
+fn records_of_older_releases_are_accepted_without_verify_inputs() {
     with_built(0.0, |setup, _, plan, work| {
         let records = [Some(InputGroupRecord { inputs: Vec::new(), ..record(&work.out, 0).unwrap() })];
         let stale = |verify| Comparer { plan, verify }.stale(&records, &mut |_| true).unwrap();
@@ -251,7 +251,7 @@ fn what_an_older_release_recorded_holds_unless_all_content_is_to_be_compared() {
 }
 
 #[test]
-fn a_group_is_finished_only_with_all_bytes_of_its_shards() {
+fn group_with_incomplete_shards_is_unfinished() {
     with_built(0.1, |setup, _, _, work| {
         let shard = |group| setup.out.join(&record(&work.out, group).unwrap().shards[0].lines.file);
         let cut = |path: &Path| {

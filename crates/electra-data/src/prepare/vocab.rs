@@ -1,7 +1,7 @@
 //! Training a WordPiece vocabulary, deterministically.
 //!
 //! `word_counts` counts words; the `tokenizers` crate learns the merges. Its trainer would number continuing
-//! letters in the order of a hash map, so it is given the letters as entries in sorted order.
+//! letters in the order of a hash map, so the letters are passed as entries in sorted order.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -30,31 +30,31 @@ pub struct VocabReport {
     pub alphabet: Alphabet,
     /// Bytes of text in the sample …
     pub counted_bytes: u64,
-    /// … and in all of the input.
+    /// … and in the whole input.
     pub text_bytes: u64,
     pub skipped: Vec<SkippedRecord>,
     pub passed_over: PassedOver,
 }
 
-/// The characters of a vocabulary, and those that are left out as too rare.
+/// The characters of a vocabulary, and the characters dropped as too rare.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Alphabet {
     letters: BTreeSet<char>,
     pub text_letters: u64,
-    /// Number of distinct characters left out; in text they make a word [UNK] …
+    /// Number of dropped distinct characters, which turn words into [UNK] …
     pub num_dropped: usize,
-    /// … how often they occur, …
+    /// … their number of occurrences, …
     pub dropped_letters: u64,
-    /// … how many of the running words have one, of how many, …
+    /// … the number of running words with one of them, and of all running words, …
     pub dropped_words: (u64, u64),
-    /// … and the most frequent of them.
+    /// … and the most frequent ones.
     pub most_dropped: String,
 }
 
-/// Trains a vocabulary. Writes a `vocab.txt` and beside it a `tokenizer.json`, which stores its case, or only
+/// Trains a vocabulary. Writes a `vocab.txt` and a `tokenizer.json` with its case in the same folder, or only
 /// a `tokenizer.json` if `out` has that extension.
 ///
-/// `progress` works as for [`crate::prepare()`] while text is read. `counted` is called once, after all words
+/// `progress` works as in [`crate::prepare()`] while text is read. `counted` is called once, after all words
 /// are counted and before the merges are learned, and stops the run by returning `false`.
 pub fn train_vocab(
     source: TextSource,
@@ -65,12 +65,12 @@ pub fn train_vocab(
 ) -> Result<VocabReport> {
     let (size, coverage) = (options.size, options.character_coverage);
     if size < MIN_SIZE {
-        let message = format!("a vocabulary of {size} entries is too small; at least {MIN_SIZE}");
+        let message = format!("size (--size) = {size}: must be at least {MIN_SIZE}");
         return Err(Error::Input(message));
     }
     if !(coverage > 0.0 && coverage <= 1.0) {
         return Err(Error::Input(format!(
-            "character_coverage (--character-coverage) is {coverage}; give a fraction above 0, at most 1"
+            "character_coverage (--character-coverage) = {coverage}: must be above 0 and at most 1"
         )));
     }
     let files = VocabFiles::claim(out, &source, &options.reading)?;
@@ -84,7 +84,7 @@ pub fn train_vocab(
         return Err(Error::Interrupted);
     }
     if counts.is_empty() {
-        return Err(Error::Input("the input holds no words: nothing to train a vocabulary on".to_owned()));
+        return Err(Error::Input("the input has no words to train a vocabulary on".to_owned()));
     }
     let entries = train(counts, &report.alphabet.letters, options)?;
     files.write(&entries, options.lowercase, options.strip_accents)?;
@@ -92,7 +92,7 @@ pub fn train_vocab(
 }
 
 impl Alphabet {
-    /// The most frequent characters, all of ASCII among them. Removes words with any other from the counts.
+    /// The most frequent characters, including all of ASCII. Removes words with any other character from the counts.
     fn of(counts: &mut Counts, coverage: f64) -> Self {
         let mut occurrences: AHashMap<char, u64> = AHashMap::new();
         for (word, count) in &*counts {
@@ -108,8 +108,8 @@ impl Alphabet {
             covered += count;
             !letter.is_ascii() && covered - count >= wanted
         };
-        let kept = sorted.iter().position(is_enough).unwrap_or(sorted.len());
-        let dropped = sorted.split_off(kept);
+        let num_frequent = sorted.iter().position(is_enough).unwrap_or(sorted.len());
+        let dropped = sorted.split_off(num_frequent);
         let letters: BTreeSet<char> = sorted.into_iter().map(|(letter, _)| letter).collect();
         let words_before = counts.values().sum::<u64>();
         counts.retain(|word, _| word.chars().all(|letter| letters.contains(&letter)));
@@ -134,8 +134,8 @@ fn train(mut counts: Counts, letters: &BTreeSet<char>, options: &VocabOptions) -
     if needed > size {
         let (all, inner) = (letters.len(), inner.len());
         return Err(Error::Input(format!(
-            "size (--size) is {size}, but the text's {all} characters, {inner} of which also continue words (##), \
-             and the 5 special tokens need {needed} entries: give more, or a lower --character-coverage"
+            "size (--size) = {size}: must be at least {needed} for the text's {all} characters, {inner} of which also \
+             continue words (##), and the 5 special tokens; raise it, or lower --character-coverage"
         )));
     }
     let letters = letters.iter().map(char::to_string).chain(inner.iter().map(|c| format!("##{c}")));

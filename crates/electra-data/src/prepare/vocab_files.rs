@@ -1,7 +1,7 @@
 //! The files that `vocab` writes: `vocab.txt` with a `tokenizer.json` and a `tokenizer_config.json` that store its case
 //! and that `transformers` reads, or only a `tokenizer.json`.
 //!
-//! Existing files are never overwritten, which is checked before any text is read and again when they are written.
+//! Existing files are never overwritten: this is checked before any text is read and again when files are written.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ impl VocabFiles {
     pub fn claim(out: &Path, source: &TextSource, reading: &ReadOptions) -> Result<Self> {
         let shown = out.display();
         if out.is_dir() {
-            return Err(Error::at(out, format_args!("is a folder; name a file in it: {shown}/vocab.txt")));
+            return Err(Error::at(out, format_args!("is a folder; pass a file in it: {shown}/vocab.txt")));
         }
         let name = out.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.ok_or_else(|| Error::at(out, "not a file name"))?;
@@ -44,8 +44,11 @@ impl VocabFiles {
         }
         let other = files.folder.join("vocab.txt");
         if files.txt.is_some() && other.exists() {
-            let use_of = format!("would be taken to belong to the tokenizer.json of {shown}");
-            return Err(Error::at(other, format_args!("exists, and {use_of}; give --out another folder")));
+            let use_of = format!("it would be read together with the tokenizer.json of {shown}");
+            return Err(Error::at(
+                other,
+                format_args!("exists, and {use_of}; choose another folder for --out"),
+            ));
         }
         Ok(files)
     }
@@ -85,8 +88,8 @@ fn refuse_existing(path: &Path, source: &TextSource, reading: &ReadOptions) -> R
         TextSource::Documents(_) => false,
     };
     let message = match is_input {
-        true => "is one of the inputs and would be overwritten; give another --out",
-        false => "exists and would be overwritten; give --out another folder, or remove the file",
+        true => "is one of the inputs and would be overwritten; choose another --out",
+        false => "exists and would be overwritten; choose another folder for --out, or remove the file",
     };
     Err(Error::at(path, message))
 }
@@ -107,14 +110,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_overwritten() {
+    fn existing_files_are_not_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let [txt, json, config] =
             ["vocab.txt", "tokenizer.json", "tokenizer_config.json"].map(|name| dir.path().join(name));
         for existing in [&txt, &json, &config] {
             let claimed = claim(&txt).unwrap();
             std::fs::write(existing, "mine").unwrap();
-            // Also not a file that has appeared since this was checked; and then none of the others is written.
+            // A file that appeared after the check is not overwritten either, and none of the others is written.
             let error = claimed.write(&ENTRIES.map(str::to_owned), true, true).unwrap_err().to_string();
             assert!(error.starts_with(&format!("{}: exists", existing.display())), "{error}");
             assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -131,6 +134,6 @@ mod tests {
             assert_eq!(std::fs::read_to_string(existing).unwrap(), "mine");
             std::fs::remove_file(existing).unwrap();
         }
-        assert!(write(dir.path(), true).unwrap_err().to_string().contains("is a folder; name a file in it"));
+        assert!(write(dir.path(), true).unwrap_err().to_string().contains("is a folder; pass a file in it"));
     }
 }

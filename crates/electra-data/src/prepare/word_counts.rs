@@ -1,4 +1,4 @@
-//! Counting the words of a text, or of a sample of it, in bounded memory: the first half of `vocab`.
+//! Counting the words of a text, or of a sample, in bounded memory: the first half of `vocab`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,7 +18,7 @@ use crate::tokenizer::{Characters, Meaning, VocabTrie};
 
 /// BERT's tokenizer maps longer words to [UNK], so they are not counted.
 const MAX_WORD_CHARS: usize = 100;
-/// Distinct words kept in memory; beyond that, the rarest are dropped.
+/// Maximum number of distinct words in memory; then the rarest are dropped.
 const MAX_WORDS: usize = 1 << 24;
 
 type Read<'a> = Box<dyn FnOnce(&mut Batcher) -> Result<()> + Send + 'a>;
@@ -70,8 +70,8 @@ impl WordCounts {
         };
         let mut levels = Levels::default();
         let mut reporter = ProgressReporter::new(progress);
-        let consume = |found: Option<Levels>| {
-            found.into_iter().for_each(|found| levels.add(found));
+        let consume = |counted: Option<Levels>| {
+            counted.into_iter().for_each(|counted| levels.add(counted));
             let reported = reporter.report_if_due(|| {
                 let bytes_done = done.load(Ordering::Relaxed);
                 Progress { bytes_done, bytes_total: total, ..Progress::default() }
@@ -86,7 +86,7 @@ impl WordCounts {
     }
 }
 
-/// The words so far, or of a batch, by the sampling level of their text: a level may still be dropped from the sample.
+/// The words so far, or of a batch, by the sampling level of their text: levels may still be dropped from the sample.
 #[derive(Default)]
 struct Levels {
     levels: Vec<Counts>,
@@ -108,8 +108,8 @@ impl Levels {
         self.drop_rare(MAX_WORDS);
     }
 
-    /// If there are more words than `max`, drops the rarest until at most half as many are left, so that it is long until
-    /// the next time. Returns how often all words were looked at.
+    /// With more words than `max`, drops the rarest until at most half of `max` are left, so that the next call is far
+    /// away. Returns the number of scans over all words.
     fn drop_rare(&mut self, max: usize) -> u32 {
         let mut scans = 0;
         if self.len() > max {
@@ -146,25 +146,25 @@ fn merge(into: &mut Counts, words: Counts) {
 }
 
 fn words_of(batch: &TextBatch, characters: &Characters) -> Result<Levels> {
-    let mut found = Levels { sampled: batch.sampled, ..Levels::default() };
+    let mut levels = Levels { sampled: batch.sampled, ..Levels::default() };
     for marked in batch.texts() {
         if let Mark::InputGroup(end) = marked.mark {
-            found.skipped.extend_from_slice(&end.skipped);
+            levels.skipped.extend_from_slice(&end.skipped);
         }
         if marked.text.is_empty() {
             continue;
         }
         let level = usize::from(marked.level);
-        if found.levels.len() <= level {
-            found.levels.resize_with(level + 1, Counts::new);
+        if levels.levels.len() <= level {
+            levels.levels.resize_with(level + 1, Counts::new);
         }
         characters.words(marked.text, |word| {
             if word.chars().nth(MAX_WORD_CHARS).is_none() {
-                *found.levels[level].entry(CompactString::from(word)).or_default() += 1;
+                *levels.levels[level].entry(CompactString::from(word)).or_default() += 1;
             }
         })?;
     }
-    Ok(found)
+    Ok(levels)
 }
 
 #[cfg(test)]
@@ -179,19 +179,19 @@ mod tests {
     }
 
     #[test]
-    fn text_without_blanks_is_counted_to_the_last_word() {
+    fn text_without_spaces_is_counted_completely() {
         let long = "x".repeat(1 << 20);
         let text = format!("{}{long}。{long}日{long}", "日本人です、Été。".repeat(40_000));
-        let found = count(&[text], None, 5, 2).words;
+        let words = count(&[text], None, 5, 2).words;
         for (word, more) in [("日", 1), ("本", 0), ("人", 0), ("てす", 0), ("、", 0), ("ete", 0), ("。", 1)]
         {
-            assert_eq!(found.get(word), Some(&(40_000 + more)), "{word}");
+            assert_eq!(words.get(word), Some(&(40_000 + more)), "{word}");
         }
-        assert_eq!(found.len(), 7);
+        assert_eq!(words.len(), 7);
     }
 
     #[test]
-    fn a_sample_depends_on_the_seed_and_not_on_the_threads() {
+    fn sample_depends_on_seed_not_on_threads() {
         let documents: Vec<String> =
             (0..20_000).map(|n| format!("word{} every and word{}", n % 977, n % 31)).collect();
         let first = count(&documents, Some(100_000), 5, 1);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn many_words_that_are_repeated_are_bounded_and_seldom_looked_at() {
+    fn many_words_need_bounded_memory_and_few_scans() {
         let (mut levels, mut scans) = (Levels { levels: vec![Counts::new()], ..Levels::default() }, 0);
         for batch in 0..200 {
             let rare = (0..50).map(|word| (CompactString::from(format!("{batch} {word}")), 2));

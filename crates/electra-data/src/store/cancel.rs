@@ -1,4 +1,4 @@
-//! A signal that cancels requests to stores, because a run ends or its caller is interrupted.
+//! A signal that cancels requests to stores when a run ends or its caller is interrupted.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// How often a caller is asked whether it is interrupted.
+/// Interval at which a caller is checked for interruption.
 const ATTEND_INTERVAL: Duration = Duration::from_millis(50);
-/// The stack size of a main thread, because the work may expect one.
+/// The stack size of a main thread, which the work may expect.
 const STACK_BYTES: usize = 8 << 20;
 
 thread_local! {
     static CALL: RefCell<Option<Arc<Cancel>>> = const { RefCell::new(None) };
 }
 
-/// Cancels all requests that were given a clone of it, as does the end of the call in which it was made.
+/// Cancels all requests that have a clone of it. The end of the call that created it does so, too.
 #[derive(Clone, Debug)]
 pub(crate) struct Cancel {
     raised: Arc<AtomicBool>,
@@ -39,12 +39,12 @@ impl Cancel {
         self.raised.load(Ordering::Acquire) || self.call.as_ref().is_some_and(|call| call.is_raised())
     }
 
-    /// Runs `work` on another thread on behalf of the call in which this was made.
+    /// Runs `work` on another thread on behalf of the call that created this.
     pub fn carry<T>(&self, work: impl FnOnce() -> T) -> T {
         run_for(self.call.clone(), work)
     }
 
-    /// Runs `work` as a call that this cancels, with all requests that are made in it.
+    /// Runs `work` as a call that this cancels, with all its requests.
     pub fn cover<T>(&self, work: impl FnOnce() -> T) -> T {
         run_for(Some(Arc::new(self.clone())), work)
     }
@@ -61,15 +61,15 @@ fn run_for<T>(call: Option<Arc<Cancel>>, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// Runs `work` on a thread of its own. Meanwhile, calls `attend` on this thread with every value that the work sends,
-/// and otherwise every 50 ms; its first error cancels all requests to stores and becomes the result.
+/// Runs `work` on a separate thread. Meanwhile, calls `attend` on this thread with every value that the work sends,
+/// or at least every 50 ms; its first error cancels all requests to stores and becomes the result.
 pub fn attended<T: Send, V: Send, E>(
     work: impl FnOnce(Sender<V>) -> Result<T> + Send,
     mut attend: impl FnMut(Option<V>) -> std::result::Result<(), E>,
 ) -> std::result::Result<Result<T>, E> {
     let call = Cancel::default();
     std::thread::scope(|scope| {
-        // The channel closes when the work is done, even by a panic.
+        // The channel closes when the work ends, even by a panic.
         let (sender, events) = channel();
         let builder = std::thread::Builder::new().name("electra-call".into()).stack_size(STACK_BYTES);
         let thread = match builder.spawn_scoped(scope, || call.cover(move || work(sender))) {

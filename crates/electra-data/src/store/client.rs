@@ -1,7 +1,7 @@
-//! A store and the requests that read from it: blocking calls over the asynchronous crate `object_store`.
+//! A store and the requests that read from it: blocking calls to the asynchronous crate `object_store`.
 //!
-//! That crate repeats a request by itself for half a minute. Here it is repeated for longer, because a training run
-//! should survive a few bad minutes of a store, and also if a response is shorter than requested.
+//! The crate retries a request for half a minute. This file retries for longer, because a training run
+//! should survive a few bad minutes of a store, and also retries if a response is shorter than requested.
 
 use std::io::IsTerminal;
 use std::sync::atomic::AtomicBool;
@@ -29,17 +29,17 @@ use super::{Cancel, Object, Request, check_url};
 use crate::error::{Error, Result};
 use crate::threads::{PerProcess, nonce};
 
-/// Requests in flight: a whole shuffle window, because a store's latency is what limits a reader.
+/// Requests in flight: a whole shuffle window, because a store's latency limits a reader.
 const CONCURRENT: usize = 64;
 const NETWORK_THREADS: usize = 2;
-/// How many seconds a failing request is repeated, unless the environment sets it.
+/// Seconds for which a failing request is retried, unless the environment sets them.
 const RETRY_SECONDS: u64 = 180;
 const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
-/// How long requests that open a corpus or list files are repeated if a user is waiting for them at a terminal.
+/// Time for retries of requests that open a corpus or list files while a user waits at a terminal.
 const OPENING_RETRY: Duration = Duration::from_secs(15);
-/// How long the crate repeats a request before this file does. Short, so that missing credentials are reported soon.
+/// Time for which the crate retries a request before this file does. Short, so that missing credentials are reported soon.
 const INNER_RETRY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
-/// The most memory that is reserved for a response because of the length that it announces.
+/// Upper bound on the memory reserved for a response by the length that it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -56,7 +56,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// The store of a URL, by the variables `AWS_…`, `GOOGLE_…` and `AZURE_…` of the clouds' tools. Sends no request.
+    /// The store of a URL, configured by `AWS_…`, `GOOGLE_…` and `AZURE_…` like the clouds' tools. Sends no request.
     pub fn open(url: &str) -> Result<Self> {
         guarded(|| Self::configured(url, false, environment()))
     }
@@ -73,8 +73,8 @@ impl Store {
         let parsed = Url::parse(url).map_err(|error| bad(&format!("not a URL ({error})")))?;
         let problems = [
             (parsed.host_str().is_none_or(str::is_empty), "the URL names no bucket or host"),
-            (parsed.fragment().is_some(), "write the # in its name as %23"),
-            (parsed.query().is_some(), "write the ? in its name as %3F"),
+            (parsed.fragment().is_some(), "write # in its name as %23"),
+            (parsed.query().is_some(), "write ? in its name as %3F"),
         ];
         if let Some((_, problem)) = problems.iter().find(|(is_wrong, _)| *is_wrong) {
             return Err(bad(problem));
@@ -82,7 +82,7 @@ impl Store {
         let (scheme, prefix) = ObjectStoreScheme::parse(&parsed).map_err(|_| {
             bad(&match super::SCHEMES.contains(&parsed.scheme()) {
                 true => "a name with an empty part (//) or control characters cannot be requested",
-                false => "unknown kind of URL; s3://, gs://, az:// and http(s):// can be read",
+                false => "unsupported URL; must begin with s3://, gs://, az:// or http(s)://",
             })
         })?;
         let wanted = retry_seconds()?;
@@ -97,11 +97,11 @@ impl Store {
     pub(super) fn multipart(&self) -> Result<&dyn MultipartStore> {
         self.multipart.as_deref().ok_or_else(|| {
             let url = &self.url;
-            Error::Input(format!("{url}: a web server cannot be written; give an s3://, gs:// or az:// URL"))
+            Error::Input(format!("{url}: web servers are read-only; pass an s3://, gs:// or az:// URL"))
         })
     }
 
-    /// Another folder or object of the same bucket or host, over the same connections.
+    /// Another folder or object of the same bucket or host, which shares this store's connections.
     pub fn at(&self, url: &str) -> Result<Self> {
         let prefix = Url::parse(url).ok().and_then(|url| ObjectStoreScheme::parse(&url).ok());
         let (_, prefix) = prefix.ok_or_else(|| Error::Input(format!("{url}: not a URL")))?;
@@ -120,45 +120,45 @@ impl Store {
 
     pub fn head(&self, name: &str) -> Result<Object> {
         let path = self.path(name)?;
-        let found = self.wait(name, async || self.inner.head(&path).await)?;
-        let modified = found.last_modified.timestamp_nanos_opt();
-        Ok(Object { name: name.to_owned(), size: found.size, version: version_of(found), modified })
+        let meta = self.wait(name, async || self.inner.head(&path).await)?;
+        let modified = meta.last_modified.timestamp_nanos_opt();
+        Ok(Object { name: name.to_owned(), size: meta.size, version: version_of(meta), modified })
     }
 
-    /// All objects whose name begins with the folder `below` (or all), sorted by name.
+    /// All objects below the folder `below` (empty: all objects), sorted by name.
     pub fn list(&self, below: &str) -> Result<Vec<Object>> {
         self.list_all(below).map(|(objects, _)| objects)
     }
 
-    /// The same, and the keys of those that cannot be requested.
+    /// The same objects, and the keys of objects that cannot be requested.
     pub fn list_all(&self, below: &str) -> Result<(Vec<Object>, Vec<String>)> {
         let path = self.path(below)?;
-        let found = self.wait(below, async || {
+        let metas = self.wait(below, async || {
             let listed: Vec<_> = self.inner.list(Some(&path)).collect().await;
             listed.into_iter().collect::<StoreResult<Vec<ObjectMeta>>>()
         })?;
         let prefix =
             if self.prefix.as_ref().is_empty() { String::new() } else { format!("{}/", self.prefix) };
-        let (refused, found): (Vec<_>, Vec<_>) =
-            found.into_iter().partition(|meta| meta.location.as_ref().starts_with(UNREADABLE));
+        let (refused, metas): (Vec<_>, Vec<_>) =
+            metas.into_iter().partition(|meta| meta.location.as_ref().starts_with(UNREADABLE));
         let key = |meta: ObjectMeta| meta.location.as_ref()[UNREADABLE.len()..].replace("%2F", "/");
         let object = |meta: ObjectMeta| {
             let name = meta.location.as_ref().strip_prefix(&prefix)?.to_owned();
             let (size, modified) = (meta.size, meta.last_modified.timestamp_nanos_opt());
             Some(Object { name, size, modified, version: version_of(meta) })
         };
-        let mut objects: Vec<_> = found.into_iter().filter_map(object).collect();
+        let mut objects: Vec<_> = metas.into_iter().filter_map(object).collect();
         objects.sort_by(|a, b| a.name.cmp(&b.name));
         Ok((objects, refused.into_iter().map(key).collect()))
     }
 
-    /// Sends all requests, up to 64 at a time, and calls `each` with the number and the bytes of every response, in the
+    /// Sends all requests, up to 64 at a time, and calls `receive` with the number and the bytes of every response, in the
     /// order in which they arrive. [`Error::Interrupted`] after a cancellation.
     pub fn read_ranges(
         &self,
         requests: &[Request],
         cancel: &Cancel,
-        mut each: impl FnMut(usize, &[u8]) -> Result<()>,
+        mut receive: impl FnMut(usize, &[u8]) -> Result<()>,
     ) -> Result<()> {
         let answers = requests
             .iter()
@@ -170,7 +170,7 @@ impl Store {
                 match tokio::time::timeout(POLL_INTERVAL, answers.next()).await {
                     Ok(None) => return Ok(()),
                     _ if cancel.is_raised() => return Err(Error::Interrupted),
-                    Ok(Some((number, bytes))) => each(number, &bytes?)?,
+                    Ok(Some((number, bytes))) => receive(number, &bytes?)?,
                     Err(_) => {}
                 }
             }
@@ -182,7 +182,7 @@ impl Store {
         let (sender, answer) = bounded(1);
         let store = self.clone();
         let runtime = runtime()?;
-        // A thread of its own, because the future holds borrows that a task cannot.
+        // A separate thread, because the future holds borrows that a task cannot.
         runtime.spawn_blocking(move || {
             let bytes = runtime.block_on(store.read_range(&request));
             let _ = sender.send(bytes); // the receiver may be gone
@@ -246,8 +246,8 @@ impl Store {
             }
             let (spent, next) = (start.elapsed(), jittered(pause));
             if spent + next > limit {
-                let (seconds, what) = (spent.as_secs_f32(), said(&error));
-                let message = format!("{what}; the request was repeated for {seconds:.0} s");
+                let (seconds, text) = (spent.as_secs_f32(), said(&error));
+                let message = format!("{text}; retried for {seconds:.0} s");
                 return Err(Error::io(url, std::io::Error::other(message)));
             }
             tokio::time::sleep(next).await;
@@ -261,9 +261,8 @@ impl Store {
 
     pub(super) fn path(&self, name: &str) -> Result<Path> {
         let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
-        Path::parse(whole.trim_start_matches('/')).map_err(|error| {
-            Error::Input(format!("{}: not a name of an object ({error})", self.url_of(name)))
-        })
+        Path::parse(whole.trim_start_matches('/'))
+            .map_err(|error| Error::Input(format!("{}: not an object name ({error})", self.url_of(name))))
     }
 }
 
@@ -285,7 +284,7 @@ pub(super) async fn bytes_of(answer: GetResult, limit: u64) -> StoreResult<Vec<u
     Ok(bytes)
 }
 
-/// The ETag, unless it is a weak one: that does not guarantee equal bytes, so servers refuse it as a condition.
+/// The ETag, unless it is weak: a weak ETag does not guarantee equal bytes, so servers refuse it as a condition.
 fn version_of(meta: ObjectMeta) -> Option<String> {
     meta.e_tag.filter(|tag| !tag.starts_with("W/"))
 }
@@ -306,7 +305,7 @@ fn build(
     variables: Vec<(String, String)>,
 ) -> StoreResult<Clients> {
     static CRYPTOGRAPHY: Once = Once::new();
-    // Fails only if the process has installed one already, which will do.
+    // Fails only if the process has already installed one, which works as well.
     CRYPTOGRAPHY.call_once(|| drop(rustls::crypto::ring::default_provider().install_default()));
     let retry = RetryConfig { retry_timeout: retry.min(INNER_RETRY), ..RetryConfig::default() };
     let timeout = if writes { WRITE_TIMEOUT } else { TIMEOUT };
@@ -323,7 +322,7 @@ fn build(
             let known = variables.fold(start, |builder, (key, value)| {
                 match key.parse() {
                     Ok(key) => builder.with_config(key, value),
-                    Err(_) => builder, // a variable of the clouds' tools that does not concern a store
+                    Err(_) => builder, // not a store option
                 }
             });
             let store = Arc::new(known.build()?);
@@ -352,7 +351,7 @@ fn build(
 type Guard = fn(&mut dyn FnMut());
 static GUARD: OnceLock<Guard> = OnceLock::new();
 
-/// Sets how this crate reads the environment of a process in which other languages change it, with locks of their own.
+/// Sets how this crate reads the environment in a process whose other languages change it under their locks.
 pub fn guard_environment(guard: Guard) {
     let _ = GUARD.set(guard);
 }
@@ -371,13 +370,13 @@ fn environment() -> Vec<(String, String)> {
     std::env::vars_os().filter_map(text).collect()
 }
 
-/// How long requests that open a corpus are repeated: for a shorter time if a user waits, unless the environment says.
+/// Time for retries of requests that open a corpus: from the environment, or else shorter if a user waits.
 pub(super) fn opening_retry(wanted: Option<u64>, is_attended: bool) -> Duration {
     let whole = Duration::from_secs(wanted.unwrap_or(RETRY_SECONDS));
     if wanted.is_none() && is_attended { OPENING_RETRY } else { whole }
 }
 
-/// Between half and one and a half of a pause, so that ranks that fail together do not return together.
+/// A random pause of 0.5 to 1.5 times `pause`, so that ranks that fail together do not retry together.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(0.5 + nonce() as f64 / u64::MAX as f64)
 }
@@ -385,7 +384,9 @@ fn jittered(pause: Duration) -> Duration {
 fn retry_seconds() -> Result<Option<u64>> {
     match std::env::var(RETRY_VARIABLE) {
         Ok(text) => text.parse().map(Some).map_err(|_| {
-            Error::Input(format!("{RETRY_VARIABLE} is {text:?}; give whole seconds, such as 180"))
+            Error::Input(format!(
+                "{RETRY_VARIABLE} = {text:?}: must be a whole number of seconds, such as 180"
+            ))
         }),
         Err(_) => Ok(None),
     }

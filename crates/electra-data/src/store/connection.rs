@@ -1,4 +1,4 @@
-//! Sending requests: the length of responses is limited, and a web server cannot redirect requests to another one.
+//! Sending requests: responses have a maximum length, and a web server cannot redirect requests to another server.
 
 use std::future::Future;
 use std::path::PathBuf;
@@ -25,10 +25,10 @@ const MAX_ANSWER: usize = 1 << 30;
 const MAX_REFUSAL: usize = 64 << 10;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a request may wait for more bytes before it counts as stalled. There is no timeout for a whole request:
-/// over a slow line, requests in flight take long and would be repeated forever.
+/// Time that a request may wait for more bytes before it counts as stalled. A whole request has no timeout:
+/// over a slow line, requests in flight take long and would be retried forever.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 30 });
-/// The same while writing, where sending the request counts as waiting: four parts of 8 MiB over 2.5 Mbit/s.
+/// The same for writing, which includes sending the request: four parts of 8 MiB over 2.5 Mbit/s.
 pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 4 } else { 120 });
 const MAX_REDIRECTS: usize = 10;
 
@@ -51,8 +51,8 @@ impl HttpConnector for Connector {
     }
 }
 
-/// A client that follows redirects within the server and to hosts that the user trusts. If `.netrc` has a password for
-/// the server, it sends that and follows redirects within the server only.
+/// A client that follows redirects within the server and to trusted hosts. If `.netrc` has a password for
+/// the server, the client sends it and follows redirects within the server only.
 fn web_client(url: &Url) -> reqwest::Result<reqwest::Client> {
     let builder = |trusted: Vec<String>| {
         reqwest::Client::builder()
@@ -88,7 +88,7 @@ fn redirect(attempt: Attempt, trusted: &[String]) -> Action {
     attempt.follow()
 }
 
-/// The user and the password of a host in the file `$NETRC` or `~/.netrc`, as for curl.
+/// User and password of a host from the file `$NETRC` or `~/.netrc`, like curl.
 fn password_for(host: &str) -> Option<(String, String)> {
     let in_home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".netrc"));
     let path = std::env::var_os("NETRC").map(PathBuf::from).or_else(in_home)?;
@@ -112,7 +112,7 @@ fn login_in(netrc: &str, host: &str) -> Option<(String, String)> {
     Some((login?.to_owned(), password?.to_owned()))
 }
 
-/// A client that limits responses, since the crate reads lists and errors as a whole, and checks pages of lists.
+/// A client that limits responses, since the crate reads whole lists and errors, and checks pages of lists.
 #[derive(Debug)]
 struct Bounded(HttpClient);
 
@@ -158,11 +158,11 @@ impl HttpService for Bounded {
     }
 }
 
-/// Begins what stands for a key that cannot be requested.
+/// Prefix of the placeholder for a key that cannot be requested.
 pub(super) const UNREADABLE: &str = "\u{fffd}unreadable ";
 const SHOWN: usize = 1000;
 
-/// The elements of a page: the whole, an object, its key, the next page, and that page in a request.
+/// Names on a list page: the page, an object, its key, the next page, and the request parameter for that page.
 type Names = [&'static str; 5];
 const S3: Names = ["ListBucketResult", "Contents", "Key", "NextContinuationToken", "continuation-token"];
 const AZURE: Names = ["EnumerationResults", "Blob", "Name", "NextMarker", "marker"];
@@ -171,17 +171,17 @@ fn is_list(query: &str) -> bool {
     query.split('&').any(|pair| pair == "list-type=2" || pair == "comp=list")
 }
 
-/// A complete page, without marks of folders, and with names to show for keys that cannot be requested.
+/// A complete page without folder markers, with placeholders for keys that cannot be requested.
 fn readable(query: &str, page: &str) -> Result<String, String> {
     let is_whole = |names: &Names| page.trim_end().ends_with(&format!("</{}>", names[0]));
     let Some([_, object, key, next, asked]) = [S3, AZURE].into_iter().find(is_whole) else {
-        return Err(format!("the answer is no list: {}", page.chars().take(SHOWN).collect::<String>()));
+        return Err(format!("the response is not a list: {}", page.chars().take(SHOWN).collect::<String>()));
     };
     let next = between(page, &format!("<{next}>"), &format!("</{next}>")).unwrap_or_default();
     let is_truncated = page.contains("<IsTruncated>true</IsTruncated>");
     let known = form_urlencoded::parse(query.as_bytes()).any(|(name, token)| name == asked && token == next);
     if is_truncated && next.is_empty() || known && !next.is_empty() {
-        return Err("the list ends in its middle: the answer names no next page".to_owned());
+        return Err("the list is incomplete: the response has no link to the next page".to_owned());
     }
     let (start, end) = (format!("<{object}>"), format!("</{object}>"));
     let mut objects = page.split(&start);
@@ -196,7 +196,7 @@ fn readable(query: &str, page: &str) -> Result<String, String> {
     Ok(whole)
 }
 
-/// An object's element, with another name if its own cannot be requested; `None` for the mark of a folder.
+/// An object's element, with a placeholder if its key cannot be requested; `None` for a folder marker.
 fn object_with_name(inner: &str, key: &str) -> Option<String> {
     let Some(text) = between(inner, &format!("<{key}"), &format!("</{key}>")) else {
         return Some(inner.to_owned()); // the crate rejects it
@@ -222,7 +222,7 @@ fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
     Some(text.split_once(start)?.1.split_once(end)?.0)
 }
 
-/// A text with the characters that XML writes as numbers.
+/// A text with XML's character references resolved.
 fn resolved(text: &str) -> String {
     let mut pieces = text.split("&#");
     let mut plain = pieces.next().unwrap_or_default().to_owned();
@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_is_that_of_the_host() {
+    fn netrc_password_belongs_to_the_host() {
         let netrc = "# mine\nmachine a login x password y\nmachine b\n  login bob\n  password p#w\ndefault login d password e\n";
         let login = |host| login_in(netrc, host);
         let pair = |user: &str, password: &str| Some((user.to_owned(), password.to_owned()));

@@ -1,4 +1,4 @@
-//! A store's errors in one line each, with the remedy.
+//! A store's errors as one-line messages with a remedy.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 const SHOWN: usize = 240;
 
-/// The services from which machines and containers of the clouds get their credentials.
+/// Metadata services that provide credentials to machines and containers in a cloud.
 const METADATA_HOSTS: [&str; 6] = [
     "169.254.169.254",
     "169.254.170.2",
@@ -22,24 +22,22 @@ const METADATA_HOSTS: [&str; 6] = [
 
 /// Whether a metadata service has answered …
 pub(super) static METADATA_ANSWERED: AtomicBool = AtomicBool::new(false);
-/// … and this process has then sent a request with credentials.
+/// … and this process has then sent a request with its credentials.
 pub(super) static HAD_CREDENTIALS: AtomicBool = AtomicBool::new(false);
 
-/// A response that is rejected, and would be again.
+/// A rejected response. A retry would be useless.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refused {
-    #[error(
-        "the answer is longer than {0} bytes, the most that was asked for; the server or what it serves is wrong"
-    )]
+    #[error("the response is longer than the {0} bytes requested; check the server and the file")]
     TooLong(u64),
     #[error(
-        "the server redirects to {0}, which is another one; if you trust it, set ELECTRA_FAST_REDIRECT_HOSTS to its \
-         host (of no use where .netrc has a password of the first)"
+        "the server redirects to another server, {0}; if you trust it, set ELECTRA_FAST_REDIRECT_HOSTS to its host \
+         (not possible if .netrc has a password for the first server)"
     )]
     Redirect(String),
-    #[error("the server redirects again and again; check the URL")]
+    #[error("too many redirects; check the URL")]
     Redirects,
-    #[error("the store has accepted it but keeps other bytes; remove the object and run again")]
+    #[error("the store accepted the object but kept other bytes; remove the object and run again")]
     Replaced,
 }
 
@@ -81,22 +79,23 @@ pub(super) fn explain(url: &str, error: &StoreError) -> Error {
         return Error::Input(format!("{url}: {refused}"));
     }
     if lacks_credentials(error) {
-        return Error::Input(format!("{url}: no credentials were found; {}", remedy(url)));
+        return Error::Input(format!("{url}: no credentials found; {}", remedy(url)));
     }
-    let refused =
-        |remedy: &str| Error::Input(format!("{url}: the store refuses it ({}); {remedy}", said(error)));
+    let refused = |remedy: &str| {
+        Error::Input(format!("{url}: the store refused the request ({}); {remedy}", said(error)))
+    };
     match error {
         StoreError::NotFound { .. } => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         error if is_denied(error) => refused(match url.starts_with("http") {
-            true => "check the credentials and what they may read; a web server's are in ~/.netrc",
-            false => "check the credentials and what they may read and write",
+            true => "check the credentials and their read permission; a web server's are in ~/.netrc",
+            false => "check the credentials and their read and write permissions",
         }),
         StoreError::Precondition { .. } => Error::Input(format!(
-            "{url}: it was replaced while it was in use; run again when nothing changes it"
+            "{url}: replaced while in use; run again once no other program is writing to it"
         )),
-        StoreError::NotSupported { .. } => refused("it must serve ranges of bytes"),
+        StoreError::NotSupported { .. } => refused("it must support range requests"),
         StoreError::NotImplemented { .. } => refused(
-            "it must support conditional PUT (If-None-Match), so that two writers cannot overwrite each other",
+            "it must support conditional PUT (If-None-Match), which keeps two writers from overwriting each other",
         ),
         error if lacks_bucket(error) => Error::NotFound { path: PathBuf::from(url), hint: not_found(url) },
         error => Error::io(url, std::io::Error::other(said(error))),
@@ -126,7 +125,7 @@ fn lacks_bucket(error: &StoreError) -> bool {
     ["<Code>NoSuchBucket<", "<Code>ContainerNotFound<"].iter().any(|sign| text.contains(sign))
 }
 
-/// Outside of a cloud, the last resort is a metadata service that is not there, unless it gave credentials before.
+/// Outside a cloud, the last resort is a metadata service that does not exist, unless it provided credentials before.
 fn lacks_credentials(error: &StoreError) -> bool {
     metadata_host(error).is_some() && !HAD_CREDENTIALS.load(Ordering::Relaxed)
         || chain(error).contains("Account must be specified")
@@ -136,7 +135,7 @@ pub(super) fn is_metadata_host(host: &str) -> bool {
     METADATA_HOSTS.contains(&host)
 }
 
-/// The metadata service to which the request that failed was sent, if it was one.
+/// The metadata service that the failed request was sent to, if any.
 fn metadata_host(error: &StoreError) -> Option<String> {
     // "Error performing PUT http://169.254.169.254/latest/api/token in 1s"
     let url = causes(error).skip(1).find_map(|cause| {
@@ -147,7 +146,7 @@ fn metadata_host(error: &StoreError) -> Option<String> {
     url.host_str().filter(|host| is_metadata_host(host)).map(str::to_owned)
 }
 
-/// The error in one short line: the code and message of an XML response, or else the innermost cause.
+/// A short one-line description: the code and message of an XML response, or else the innermost cause.
 pub(super) fn said(error: &StoreError) -> String {
     let text = chain(error);
     let texts = causes(error).map(ToString::to_string);
@@ -169,7 +168,7 @@ pub(super) fn said(error: &StoreError) -> String {
     }
 }
 
-/// The texts of the error and of its causes that are not part of it already.
+/// The texts of the error and its causes, without repetitions.
 pub(super) fn chain(error: &StoreError) -> String {
     causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let more = cause.to_string();
@@ -181,7 +180,7 @@ pub(super) fn chain(error: &StoreError) -> String {
 pub fn check_url(url: &str) -> Result<()> {
     let Some((scheme, rest)) = url.split_once("://") else { return Ok(()) };
     let authority = rest.split(['/', '?', '#']).next().unwrap_or(rest);
-    // A key may contain a slash; then the part before it looks like a port.
+    // A key may contain a slash; the part before it then looks like a port.
     let port = authority.rsplit_once(':').map_or("", |(_, port)| port);
     let is_port = port.ends_with(']') || port.bytes().all(|byte| byte.is_ascii_digit());
     let names_container = scheme.starts_with("abfs") && !authority.contains(':');
@@ -197,11 +196,11 @@ pub fn check_url(url: &str) -> Result<()> {
         _ if authority.ends_with(".amazonaws.com") => remedy("s3:"),
         _ if scheme.starts_with('a') || authority.ends_with(".windows.net") => remedy("az:"),
         _ if has_user => "write it to ~/.netrc (machine HOST login USER password PASSWORD)",
-        _ => "download what it signs",
+        _ => "download the file",
     };
     if has_user {
         return Err(Error::Input(format!(
-            "{scheme}://{name}: a password or key in a URL would be shown and stored; leave it out and {remedy}"
+            "{scheme}://{name}: a password or key in a URL would be shown and stored; remove it and {remedy}"
         )));
     }
     // Elsewhere ? is a wildcard in the names of inputs.
@@ -211,7 +210,7 @@ pub fn check_url(url: &str) -> Result<()> {
     });
     if is_query || scheme.starts_with("http") && rest.contains('?') {
         return Err(Error::Input(format!(
-            "{scheme}://{name}?***: a URL's query is not sent, and a signature would be shown and stored; leave it out \
+            "{scheme}://{name}?***: a URL's query is not sent, and a signature would be shown and stored; remove it \
              and {remedy}, or write a ? in a name as %3F"
         )));
     }
@@ -223,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_is_refused_and_not_printed() {
+    fn secrets_are_refused_and_not_printed() {
         for (url, shown, remedy) in [
             ("http://bob:SECRET@host:80/x", "http://***@host:80/x: ", "~/.netrc"),
             ("https://SECRET@host", "https://***@host: ", "~/.netrc"),

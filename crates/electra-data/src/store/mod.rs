@@ -1,7 +1,7 @@
-//! Object stores: reading ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`, and writing all but the last.
+//! Object stores: reads ranges of objects at `s3://`, `gs://`, `az://` and `http(s)://`, and writes to all but the last.
 //!
-//! A location is a path everywhere in this crate; one that begins with a URL's scheme lies in a store. This folder
-//! is the only one that knows the crate `object_store`.
+//! Every location in this crate is a path; a path that begins with a URL scheme is in a store. Only this folder
+//! uses the crate `object_store`.
 
 mod cancel;
 mod client;
@@ -31,7 +31,7 @@ pub(crate) struct Object {
     #[serde(skip)]
     pub name: String,
     pub size: u64,
-    /// The ETag, if the store gives one.
+    /// The ETag, if the store sends one.
     pub version: Option<String>,
     /// In nanoseconds since 1970.
     #[serde(default)]
@@ -47,9 +47,9 @@ pub(crate) struct Request {
 
 const SCHEMES: [&str; 7] = ["s3", "s3a", "gs", "az", "azure", "http", "https"];
 
-/// The URL that a path is, or `None` for a local path.
+/// The URL that a path stands for, or `None` for a local path.
 ///
-/// Libraries of paths merge slashes, so that a URL may arrive as `s3:/bucket/folder`.
+/// Path libraries merge slashes, so a URL may arrive as `s3:/bucket/folder`.
 pub fn url_of(path: &Path) -> Option<String> {
     let text = path.to_str()?;
     let (scheme, rest) = text.split_once(":/")?;

@@ -1,4 +1,4 @@
-//! A web server for tests: serves the files of a folder by ranges, counts what is asked for, and misbehaves on demand.
+//! A web server for tests: serves ranges of a folder's files, counts requests, and misbehaves on demand.
 //! It is also the bucket `data` of S3 and GCS and the container `data` of Azure, and a metadata service of AWS.
 
 use std::collections::{HashMap, HashSet};
@@ -19,21 +19,21 @@ const STALL: Duration = Duration::from_secs(60);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
     Sound,
-    /// Does it, and cuts the connection without an answer.
+    /// Performs the request and closes the connection without a response.
     Lost,
-    /// Does it, and answers with this status and body.
+    /// Performs the request and responds with this status and body.
     Done(u16, &'static str),
-    /// Answers with this status and body, and does nothing.
+    /// Responds with this status and body, and does nothing.
     Undone(u16, &'static str),
-    /// Answers as if it had done it with these bytes, and does nothing.
+    /// Responds as if it had performed the request with these bytes, and does nothing.
     Pretended(&'static str),
-    /// Does it with half of the body.
+    /// Performs the request with half of the body.
     Half,
-    /// Answers with this status, unless it is 200, and with a body that goes on after what was asked for.
+    /// Responds with this status, unless it is 200, and with a body that continues after the requested range.
     Endless(u16),
     Cut,
     Stall,
-    /// The body comes in six pieces, a second apart.
+    /// Sends the body in six pieces, a second apart.
     Slow,
     /// The body is shorter than the range, and the header agrees.
     Short,
@@ -45,24 +45,24 @@ pub(crate) struct Log {
     pub requests: Vec<(&'static str, String)>,
     pub delay: Duration,
     pub served: Vec<(String, Range<u64>)>,
-    /// Faults of the next requests of a kind, or of the next GETs of files whose names have this ending.
+    /// Faults of the next requests of a kind, or of the next GETs of files with this suffix.
     pub faults: Vec<(&'static str, Fault)>,
-    /// The fault of all such requests after these.
+    /// The fault of all later requests of this kind.
     pub always: Option<(&'static str, Fault)>,
-    /// Whether a client has read a body that does not end for long.
+    /// Whether a client kept reading an endless body.
     pub was_flooded: bool,
     pub ignores_conditions: bool,
-    /// The ETag of all objects, by default that of their bytes.
+    /// The ETag of all objects, by default a hash of their bytes.
     pub tag: Option<&'static str>,
-    /// Keys that are listed besides the files, as they stand in XML.
+    /// Keys that are listed in addition to the files, as written in XML.
     pub keys: Vec<&'static str>,
     pub page: Option<usize>,
-    /// Names of objects whose upload was ended.
+    /// Names of objects whose upload has ended.
     pub aborted: HashSet<String>,
 }
 
 impl Log {
-    /// Notes a request. Returns how long it takes and what is to go wrong.
+    /// Records a request. Returns its duration and its fault.
     fn note(&mut self, request: &Request) -> (Duration, Option<Fault>) {
         let (kind, name) = (request.kind(), &request.name);
         self.requests.push((kind, name.clone()));
@@ -97,7 +97,7 @@ impl TestServer {
         self.bucket_with("s3", &[])
     }
 
-    /// The same, with the client of this scheme and with more variables; one without a value is the server.
+    /// The same, with the client of this scheme and more variables; an empty value stands for the server.
     pub fn bucket_with(&self, scheme: &str, more: &[(&str, &str)]) -> Store {
         let variables: &[_] = match scheme {
             "gs" => &[("google_base_url", ""), ("google_bearer_token", "t")],
@@ -142,7 +142,7 @@ impl Request {
         input.read_line(&mut line).ok().filter(|&length| length > 0)?;
         let mut words = line.split(' ');
         let (method, target) = (words.next()?.to_owned(), words.next()?);
-        // A proxy gets whole URLs.
+        // A proxy receives complete URLs.
         let target = target.strip_prefix("http://").map_or(target, |url| &url[url.find('/').unwrap()..]);
         let (name, query) = target.split_once('?').unwrap_or((target, ""));
         let query = form_urlencoded::parse(query.as_bytes()).into_owned().collect();
@@ -280,7 +280,7 @@ impl Connection {
     }
 
     fn length(&self, name: &str) -> u64 {
-        self.folder.join(name).metadata().map_or(0, |found| found.len())
+        self.folder.join(name).metadata().map_or(0, |metadata| metadata.len())
     }
 
     fn act(&self, request: &Request) -> Response {
@@ -302,7 +302,7 @@ impl Connection {
             "head" | "get" => {
                 let Ok(bytes) = std::fs::read(&path) else { return fails(404, "NoSuchKey") };
                 let tag = self.tag(&bytes);
-                // No condition holds for a weak tag.
+                // No condition is true for a weak tag.
                 if headers.get("if-match").is_some_and(|wanted| *wanted != tag || tag.starts_with("W/")) {
                     return fails(412, "PreconditionFailed");
                 }
@@ -316,7 +316,7 @@ impl Connection {
             }
             "create" | "put" => write(&path, body),
             "part" => {
-                // As in a store, a part that comes late is none of an upload that was ended.
+                // As in a store, a late part does not belong to an upload that has ended.
                 let log = self.log();
                 if log.aborted.contains(name) {
                     return fails(404, "NoSuchUpload");
@@ -360,7 +360,7 @@ impl Connection {
             _ => ok(match name.rsplit('/').next().unwrap() {
                 "token" => "token",
                 "security-credentials" => "role",
-                // It expires at once, so each request asks for the next one.
+                // The credentials expire at once, so each request fetches new ones.
                 _ => {
                     r#"{"AccessKeyId":"a","SecretAccessKey":"s","Token":"t","Expiration":"2001-01-01T00:00:00Z"}"#
                 }
@@ -368,7 +368,7 @@ impl Connection {
         }
     }
 
-    /// Deletes the objects that S3's XML names, or the requests in Azure's batch.
+    /// Deletes the objects in S3's XML, or in the requests of Azure's batch.
     fn delete(&self, body: &[u8]) -> String {
         let text = String::from_utf8_lossy(body);
         let remove = |key: &str| drop(std::fs::remove_file(self.folder.join(key)));

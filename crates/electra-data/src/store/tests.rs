@@ -1,4 +1,4 @@
-//! Requests to a server on the loopback that answers as it likes, with the clients of S3, GCS and Azure.
+//! Requests to a local server that injects faults, with the clients of S3, GCS and Azure.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -13,7 +13,7 @@ use super::test_server::TestServer;
 use super::{Store, attended, url_of};
 use crate::error::Result;
 
-/// Two parts and a bit.
+/// A little more than two parts.
 const LARGE: usize = (5 << 19) + 1;
 const BUSY: &str = "<Error><Code>InternalError</Code><Message>again</Message></Error>";
 const DENIED: &str = "<Error><Code>AccessDenied</Code><Message>no</Message></Error>";
@@ -21,7 +21,7 @@ const NO_UPLOAD: &str = "<Error><Code>NoSuchUpload</Code></Error>";
 const NO_BUCKET: &str = "<Error><Code>NoSuchBucket</Code></Error>";
 const GONE: Fault = Undone(404, NO_UPLOAD);
 
-/// A folder served as the bucket `data`, and a store that writes to it, with more variables.
+/// A folder served as the bucket `data`, and a store that writes to it, configured with more variables.
 fn bucket(scheme: &str, more: &[(&str, &str)]) -> (tempfile::TempDir, TestServer, Store) {
     let dir = tempfile::tempdir().unwrap();
     let server = TestServer::start(dir.path());
@@ -30,7 +30,7 @@ fn bucket(scheme: &str, more: &[(&str, &str)]) -> (tempfile::TempDir, TestServer
     (dir, server, store)
 }
 
-/// Does something with the object that is called as the operation. Afterwards it has the new bytes or is gone.
+/// Performs an operation on the object of the same name. Afterwards, the object has the new bytes or is gone.
 fn perform(store: &Store, operation: &str, new: &Path) -> Result<()> {
     let bytes = std::fs::read(new).unwrap();
     match operation {
@@ -42,13 +42,13 @@ fn perform(store: &Store, operation: &str, new: &Path) -> Result<()> {
             assert_eq!(names, ["list"]);
             Ok(())
         }
-        "head" => store.head(operation).map(|found| assert_eq!(found.size, bytes.len() as u64)),
-        _ => store.read(operation, 1 << 30).map(|found| assert_eq!(found, bytes)),
+        "head" => store.head(operation).map(|object| assert_eq!(object.size, bytes.len() as u64)),
+        _ => store.read(operation, 1 << 30).map(|read| assert_eq!(read, bytes)),
     }
 }
 
-/// Injects faults into an operation on an older object of the same length. What is wrong then: what counts is an error
-/// with these words, or the new bytes.
+/// Injects faults into an operation on an older object of the same length. Returns a description unless the result is an
+/// error with the expected words, or the new bytes.
 fn failure(scheme: &str, (operation, kind, faults, expected): &Row) -> Option<String> {
     let (dir, server, store) = bucket(scheme, &[]);
     store.check_conditions("warm").unwrap();
@@ -64,15 +64,15 @@ fn failure(scheme: &str, (operation, kind, faults, expected): &Row) -> Option<St
     }
     server.log().faults.extend(faults.iter().map(|&fault| (*kind, fault)));
     let outcome = perform(&store, operation, new.path()).map_err(|error| error.to_string());
-    let found = std::fs::read(&object).ok();
+    let stored = std::fs::read(&object).ok();
     let is_right = match &outcome {
-        Ok(()) => expected.is_empty() && found == (*operation != "delete").then_some(bytes),
+        Ok(()) => expected.is_empty() && stored == (*operation != "delete").then_some(bytes),
         Err(line) => {
             let is_line = line.starts_with(scheme) && !line.contains('\n');
             !expected.is_empty() && line.contains(expected) && is_line
         }
     };
-    // Azure removes the parts of an upload that failed by itself.
+    // Azure itself removes the parts of a failed upload.
     let names = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let is_part = |name: &std::ffi::OsString| name.to_string_lossy().contains(".part-");
     let objects = names.filter(|name| scheme != "az" || !is_part(name)).count();
@@ -85,7 +85,7 @@ fn failure(scheme: &str, (operation, kind, faults, expected): &Row) -> Option<St
 /// An operation, the kind of its requests, faults of these, and the words of the error.
 type Row = (&'static str, &'static str, Vec<Fault>, &'static str);
 
-/// What a store may answer to each request, and what then counts.
+/// The possible responses of a store to each request, and the expected results.
 fn rows() -> Vec<Row> {
     const CUT: &str = "<ListBucketResult><Contents><Key>list</Key>";
     const NO_NEXT: &str = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>";
@@ -99,7 +99,7 @@ fn rows() -> Vec<Row> {
         "<DeleteResult><Error><Key>delete</Key><Code>AccessDenied</Code><Message/></Error></DeleteResult>";
     const OTHER: Fault = Undone(200, "<R><ETag>\"other\"</ETag></R>");
     const OTHER_BYTES: Fault = Pretended("another object");
-    // After any of these faults, or one of two that all requests may have, the new bytes count.
+    // After any of these faults, or one of two that all requests may have, the object has the new bytes.
     let passing: [(&str, &str, &[Fault]); 14] = [
         ("put", "put", &[Done(500, BUSY), Undone(200, BUSY), Undone(409, BUSY), OTHER_BYTES, Half]),
         ("put", "head", &[Undone(404, "")]),
@@ -126,18 +126,18 @@ fn rows() -> Vec<Row> {
     ];
     let lasting: [(&str, &str, &[Fault], &str); 16] = [
         ("put", "put", &[Undone(404, NO_BUCKET)], "not found; check the URL, the bucket and the region"),
-        ("put", "put", &[Undone(412, "")], "it was replaced while it was in use"),
-        ("put", "put", &[Undone(403, DENIED)], "check the credentials and what they may read and write"),
-        ("create", "create", &[Half], "the store has accepted it but keeps other bytes"),
+        ("put", "put", &[Undone(412, "")], "replaced while in use"),
+        ("put", "put", &[Undone(403, DENIED)], "check the credentials and their read and write permissions"),
+        ("create", "create", &[Half], "the store accepted the object but kept other bytes"),
         ("create", "create", &[Undone(400, NO_CONDITIONS)], "conditional PUT"),
         ("create", "create", &[Undone(404, NO_BUCKET)], "not found"),
         ("file", "begin", &[Undone(404, NO_BUCKET)], "not found"),
         ("file", "part", &[Undone(403, DENIED)], "check the credentials"),
-        ("file", "complete", &[GONE, GONE], "the store has lost the parts"),
-        ("file", "complete", &[OTHER, OTHER], "the store has lost the parts"),
-        ("file", "complete", &[Undone(412, "")], "it was replaced while it was in use"),
+        ("file", "complete", &[GONE, GONE], "the store lost the parts"),
+        ("file", "complete", &[OTHER, OTHER], "the store lost the parts"),
+        ("file", "complete", &[Undone(412, "")], "replaced while in use"),
         ("delete", "delete", &[Undone(200, REFUSED)], "(code: AccessDenied)"),
-        ("list", "list", &[Undone(403, DENIED)], "check the credentials and what they may read"),
+        ("list", "list", &[Undone(403, DENIED)], "check the credentials and their read permission"),
         ("list", "list", &[Undone(404, NO_BUCKET)], "not found; check the URL, the bucket and the region"),
         ("head", "head", &[Undone(404, "")], "not found"),
         ("get", "get", &[Undone(404, "")], "not found"),
@@ -151,9 +151,9 @@ fn rows() -> Vec<Row> {
 }
 
 #[test]
-fn an_ambiguous_answer_counts_only_if_the_object_is_the_new_one() {
-    // Azure begins no upload, completes it without XML, and lists and deletes in a form of its own. The client of GCS
-    // takes a 412 that completes an upload as any other error.
+fn ambiguous_response_succeeds_only_with_the_new_object() {
+    // Azure does not begin uploads, completes them without XML, and has other formats for lists and deletions. GCS's
+    // client treats a 412 in response to the completion of an upload as any other error.
     let is_asked = |scheme: &str, (operation, kind, faults, _): &Row| {
         let is_s3_alone =
             ["list", "delete"].contains(operation) || *kind == "begin" || faults == &[Undone(412, "")];
@@ -165,9 +165,9 @@ fn an_ambiguous_answer_counts_only_if_the_object_is_the_new_one() {
         {
             let failures = &failures;
             scope.spawn(move || {
-                let found =
+                let described =
                     rows.iter().filter(|row| is_asked(scheme, row)).filter_map(|row| failure(scheme, row));
-                found.for_each(|failure| failures.lock().unwrap().push(failure));
+                described.for_each(|failure| failures.lock().unwrap().push(failure));
             });
         }
     });
@@ -176,7 +176,7 @@ fn an_ambiguous_answer_counts_only_if_the_object_is_the_new_one() {
 }
 
 #[test]
-fn an_upload_of_small_and_large_files_and_their_requests() {
+fn large_files_are_uploaded_in_parts() {
     let file = tempfile::NamedTempFile::new().unwrap();
     for (scheme, large) in [
         ("s3", "begin part part part complete head"),
@@ -191,7 +191,7 @@ fn an_upload_of_small_and_large_files_and_their_requests() {
             assert!(std::fs::read(dir.path().join("a/b ü%20#?")).unwrap() == bytes);
             let requests: Vec<_> = server.log().requests.iter().map(|(kind, _)| *kind).collect();
             assert_eq!(requests.join(" "), expected, "{scheme}");
-            // A store whose ETags say nothing is read.
+            // If a store's ETags are not hashes, the object is read.
             server.log().tag = Some("W/\"1\"");
             store.put_file("a/weak", file.path()).unwrap();
         }
@@ -199,7 +199,7 @@ fn an_upload_of_small_and_large_files_and_their_requests() {
 }
 
 #[test]
-fn an_object_is_created_once_and_a_store_without_conditions_is_refused_every_time() {
+fn object_is_created_only_once_and_stores_without_conditions_are_refused() {
     for scheme in ["s3", "gs", "az"] {
         let (dir, _server, store) = bucket(scheme, &[]);
         assert!(store.create("object", "ours").unwrap());
@@ -217,7 +217,7 @@ fn an_object_is_created_once_and_a_store_without_conditions_is_refused_every_tim
 }
 
 #[test]
-fn keys_that_cannot_be_requested_hide_no_others() {
+fn unreadable_keys_do_not_hide_others() {
     let names = ["in/a b.txt", "in/a%20b.txt", "in/a#1?.txt", "in/a+b&c.txt", "in/deep/ü.txt"];
     let unreadable = ["in//b.txt", "in/./b", "in/../b", "/in", "in/tail/", "in/a&#1;b", "in/a&#x1F;b"];
     let shown = ["in//b.txt", "in/./b", "in/../b", "/in", "in/tail/", "in/a%01b", "in/a%1Fb"];
@@ -248,7 +248,7 @@ fn keys_that_cannot_be_requested_hide_no_others() {
 }
 
 #[test]
-fn a_metadata_service_that_stumbles_is_no_missing_credential() {
+fn failing_metadata_service_is_not_a_missing_credential() {
     let generic = |text: &str| StoreError::Generic { store: "S3", source: text.to_owned().into() };
     for (request, is_missing) in [
         ("PUT http://169.254.169.254/latest/api/token", true),
@@ -259,19 +259,16 @@ fn a_metadata_service_that_stumbles_is_no_missing_credential() {
     ] {
         let error = generic(&format!("Error performing {request} in 1s, after 2 retries"));
         let line = explain("s3://b/x", &error).to_string();
-        assert_eq!(line.contains("no credentials were found; set AWS_ACCESS_KEY_ID"), is_missing, "{line}");
+        assert_eq!(line.contains("no credentials found; set AWS_ACCESS_KEY_ID"), is_missing, "{line}");
         assert_eq!(is_transient(&error), !is_missing);
     }
-    // The server is also the proxy in front of the service's address.
+    // The server is also the proxy for the service's address.
     let (_dir, server, mut store) = bucket("s3", &[("aws_skip_signature", "false"), ("aws_proxy_url", "")]);
     store.retry = Duration::from_secs(60);
     server.log().always = Some(("metadata", Undone(404, "")));
     let start = Instant::now();
     let error = store.put("object", "x").unwrap_err().to_string();
-    assert!(
-        error.starts_with("s3://data/object: no credentials were found; set AWS_ACCESS_KEY_ID"),
-        "{error}"
-    );
+    assert!(error.starts_with("s3://data/object: no credentials found; set AWS_ACCESS_KEY_ID"), "{error}");
     assert!(start.elapsed() < Duration::from_secs(10));
     server.log().always = None;
     store.put("object", "x").unwrap();
@@ -283,11 +280,11 @@ fn a_metadata_service_that_stumbles_is_no_missing_credential() {
     store.retry = Duration::from_millis(300);
     let error = store.put("object", "z").unwrap_err().to_string();
     assert!(error.contains("no new credentials from 169.254.169.254: "), "{error}");
-    assert!(error.contains("the request was repeated for"), "{error}");
+    assert!(error.contains("retried for"), "{error}");
 }
 
 #[test]
-fn a_start_is_repeated_as_long_as_nobody_waits_at_a_terminal() {
+fn start_is_retried_for_longer_without_a_terminal() {
     for (wanted, is_attended, seconds) in [
         (None, true, 15),
         (None, false, 180),
@@ -309,7 +306,7 @@ fn a_start_is_repeated_as_long_as_nobody_waits_at_a_terminal() {
 }
 
 #[test]
-fn each_error_is_one_line_with_its_remedy() {
+fn errors_are_one_line_with_a_remedy() {
     let generic = |text: &str| StoreError::Generic { store: "S3", source: text.to_owned().into() };
     let xml = generic("answer:\n<Error>\n<Code>InvalidRange</Code><Message>not\n so far</Message></Error>");
     assert!(is_transient(&xml));
@@ -321,11 +318,11 @@ fn each_error_is_one_line_with_its_remedy() {
     store.retry = Duration::from_secs(1);
     server.log().always = Some(("put", Half));
     let error = store.put("object", vec![7; 1000]).unwrap_err().to_string();
-    assert!(error.contains("the store kept 500 bytes of 1000; the request was repeated for"), "{error}");
+    assert!(error.contains("the store kept 500 bytes of 1000; retried for"), "{error}");
 }
 
 #[test]
-fn an_upload_that_stalls_is_sent_again_and_an_interrupted_one_leaves_no_parts() {
+fn stalled_upload_is_repeated_and_interrupted_upload_leaves_no_parts() {
     let (dir, server, mut store) = bucket("s3", &[]);
     server.log().faults = vec![("put", Stall)];
     store.retry = Duration::from_secs(60);
@@ -343,7 +340,7 @@ fn an_upload_that_stalls_is_sent_again_and_an_interrupted_one_leaves_no_parts() 
 }
 
 #[test]
-fn urls_are_told_from_paths() {
+fn urls_are_distinguished_from_paths() {
     let url = |text: &str| url_of(Path::new(text));
     assert_eq!(url("s3://bucket/a/"), Some("s3://bucket/a".into()));
     assert_eq!(url("s3:/bucket/a"), Some("s3://bucket/a".into()));

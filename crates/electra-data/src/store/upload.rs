@@ -1,4 +1,4 @@
-//! Writing to stores: objects appear complete or not at all, and their length is compared afterwards.
+//! Writing to stores: objects appear complete or not at all, and their length is checked afterwards.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -24,19 +24,19 @@ use crate::threads::nonce;
 const MAX_WHOLE: u64 = if cfg!(test) { 2 << 20 } else { 16 << 20 };
 /// Bytes of a part: small enough for slow lines, and at least the 5 MiB that S3 requires.
 const PART_BYTES: u64 = if cfg!(test) { 1 << 20 } else { 8 << 20 };
-/// The most parts of an object, by S3's rules.
+/// The maximum number of parts of an object in S3.
 const MAX_PARTS: u64 = 10_000;
 /// Parts in flight; each is in memory.
 const CONCURRENT_PARTS: usize = 4;
-/// The largest file that is created conditionally, because that takes a single request.
+/// The largest file that is created conditionally, since this needs a single request.
 const MAX_CONDITIONAL: u64 = 256 << 20;
-/// How long an upload that has failed waits until the store has dropped its parts.
+/// Time that a failed upload waits for the store to drop its parts.
 const TIDY_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same after an interruption, whose caller is waiting for the end.
+/// The same after an interruption, whose caller is waiting.
 const INTERRUPTED_TIMEOUT: Duration = Duration::from_secs(1);
 const RANGE_BYTES: u64 = 1 << 20;
 
-/// Uploads a file to the object at `url`. With `if_absent`, returns `false` and writes nothing if that exists already.
+/// Uploads a file to the object at `url`. With `if_absent`, returns `false` and writes nothing if the object exists.
 pub fn upload(path: &LocalPath, url: &str, if_absent: bool) -> Result<bool> {
     let store = Store::open_to_write(url)?;
     if if_absent { store.create("", read_whole(path)?) } else { store.put_file("", path).map(|()| true) }
@@ -47,13 +47,13 @@ pub fn download(url: &str, path: &LocalPath) -> Result<()> {
     Store::open(url)?.download("", path)
 }
 
-/// (name below the folder `url`, bytes) of all its objects, sorted by name.
+/// All objects of the folder `url` as (name, bytes), sorted by name.
 pub fn list_objects(url: &str) -> Result<Vec<(String, u64)>> {
     let objects = Store::open(url)?.list("")?;
     Ok(objects.into_iter().map(|object| (object.name, object.size)).collect())
 }
 
-/// Deletes objects below the folder `url`. Missing ones are no error.
+/// Deletes objects below the folder `url`. Missing objects are not an error.
 pub fn delete_objects(url: &str, names: &[String]) -> Result<()> {
     Store::open_to_write(url)?.delete(names)
 }
@@ -67,7 +67,7 @@ impl Store {
         }))
     }
 
-    /// Writes an object unless it exists; returns whether it did. Two writers of equal bytes may both be told so.
+    /// Writes an object unless it exists; returns whether it was written. Two writers of equal bytes may both get `true`.
     pub fn create(&self, name: &str, bytes: impl Into<Bytes>) -> Result<bool> {
         let (path, bytes) = (self.path(name)?, bytes.into());
         if self.block(self.repeat(name, self.retry, async || self.find(&path).await))?.is_some() {
@@ -76,14 +76,14 @@ impl Store {
         self.check_conditions(name)?;
         let was_accepted = Cell::new(false);
         self.block(self.repeat(name, self.retry, async || match self.put_absent(&path, &bytes).await {
-            // If it holds these bytes, then an earlier request wrote it, and its answer was lost.
+            // If the object has these bytes, an earlier request wrote it, and the response was lost.
             Err(StoreError::AlreadyExists { .. }) if self.find(&path).await?.is_some() => {
                 match self.holds(&path, &bytes).await? {
                     false if was_accepted.get() => Err(generic(Refused::Replaced)),
                     holds => Ok(holds),
                 }
             }
-            Err(StoreError::AlreadyExists { source, .. }) => Err(generic(source)), // with a request that failed
+            Err(StoreError::AlreadyExists { source, .. }) => Err(generic(source)), // together with a failed request
             written => {
                 let written = written?;
                 was_accepted.set(true);
@@ -92,7 +92,7 @@ impl Store {
         }))
     }
 
-    /// Fails if the store ignores conditions. The first call tries it, on an object beside the one of this name.
+    /// Fails if the store ignores conditions. The first call tries it with a temporary object next to the one of this name.
     pub fn check_conditions(&self, name: &str) -> Result<()> {
         if self.heeds_conditions.load(Ordering::Relaxed) {
             return Ok(());
@@ -112,7 +112,7 @@ impl Store {
         Ok(())
     }
 
-    /// Sends a request that removes what a failed or interrupted one has left. Its own error is not the one to report.
+    /// Sends a request that cleans up after a failed or interrupted request. Its errors are ignored.
     fn tidy(&self, request: impl Future<Output = StoreResult<()>>) {
         let patience = if Cancel::default().is_raised() { INTERRUPTED_TIMEOUT } else { TIDY_TIMEOUT };
         if let Ok(runtime) = runtime() {
@@ -135,15 +135,15 @@ impl Store {
             Ok(Bytes::from(bytes))
         };
         let parts = Parts { name, path: self.path(name)?, size, part_bytes, read: &read };
-        // A store may lose an upload: rules of a bucket, a server that restarts.
+        // A store may lose an upload because of bucket rules or a server restart.
         if self.put_parts(&parts)? || self.put_parts(&parts)? {
             return Ok(());
         }
         let (path, url) = (path.display(), self.url_of(name));
-        Err(Error::Input(format!("{url}: the store has lost the parts of {path} twice; upload it again")))
+        Err(Error::Input(format!("{url}: the store lost the parts of {path} twice; upload it again")))
     }
 
-    /// Uploads the parts of an object. Returns whether the store holds them then. If that fails, none of them stays.
+    /// Uploads the parts of an object. Returns whether the store has them. After a failure, no part remains.
     fn put_parts(&self, parts: &Parts) -> Result<bool> {
         let store = self.multipart()?;
         let create = async || store.create_multipart(&parts.path).await;
@@ -173,7 +173,7 @@ impl Store {
         let written = self
             .repeat(parts.name, self.retry, async || {
                 match store.complete_multipart(&parts.path, id, sent.clone()).await {
-                    // The answer to an earlier request was lost, or else the upload: the object tells.
+                    // Either the response to an earlier request or the upload was lost: the object shows which.
                     Err(error) if is_lost(&error) => Ok(None),
                     written => written.map(Some),
                 }
@@ -182,12 +182,12 @@ impl Store {
         self.holds_parts(parts, written).await
     }
 
-    /// Whether an object is the one whose parts were sent: by the ETag with which the store has accepted it, or else by
+    /// Whether an object has the parts that were sent: by the ETag of the store's response, or else by
     /// its bytes, because an older object may have the same length.
     async fn holds_parts(&self, parts: &Parts<'_>, written: Option<PutResult>) -> Result<bool> {
-        let found = self.repeat(parts.name, self.retry, async || self.find(&parts.path).await).await?;
-        let Some(found) = found.filter(|found| found.size == parts.size) else { return Ok(false) };
-        if written.is_some_and(|written| is_same(&written, &found)) {
+        let object = self.repeat(parts.name, self.retry, async || self.find(&parts.path).await).await?;
+        let Some(object) = object.filter(|object| object.size == parts.size) else { return Ok(false) };
+        if written.is_some_and(|written| is_same(&written, &object)) {
             return Ok(true);
         }
         let holds = |number: u64| async move {
@@ -225,8 +225,8 @@ impl Store {
     pub fn delete(&self, names: &[String]) -> Result<()> {
         let paths = names.iter().map(|name| self.path(name)).collect::<Result<Vec<_>>>()?;
         self.block(self.repeat("", self.retry, async || {
-            let each = stream::iter(paths.clone().into_iter().map(Ok)).boxed();
-            let deleted: Vec<_> = self.inner.delete_stream(each).collect().await;
+            let locations = stream::iter(paths.clone().into_iter().map(Ok)).boxed();
+            let deleted: Vec<_> = self.inner.delete_stream(locations).collect().await;
             let is_error = |error: &StoreError| {
                 !matches!(error, StoreError::NotFound { .. }) && !chain(error).contains("(code: NoSuchKey)")
             };
@@ -237,13 +237,14 @@ impl Store {
     async fn find(&self, path: &Path) -> StoreResult<Option<ObjectMeta>> {
         match self.inner.head(path).await {
             Err(StoreError::NotFound { .. }) => Ok(None),
-            found => found.map(Some),
+            object => object.map(Some),
         }
     }
 
     async fn holds(&self, path: &Path, bytes: &Bytes) -> StoreResult<bool> {
-        let found = self.inner.get(path).await?;
-        Ok(found.meta.size == bytes.len() as u64 && bytes_of(found, bytes.len() as u64).await? == *bytes)
+        let response = self.inner.get(path).await?;
+        Ok(response.meta.size == bytes.len() as u64
+            && bytes_of(response, bytes.len() as u64).await? == *bytes)
     }
 
     async fn put_absent(&self, path: &Path, bytes: &Bytes) -> StoreResult<PutResult> {
@@ -254,16 +255,16 @@ impl Store {
         }
     }
 
-    /// Fails unless an object is the one that the store has accepted.
+    /// Fails unless an object equals the object that the store accepted.
     async fn check(&self, path: &Path, bytes: &Bytes, written: &PutResult) -> StoreResult<()> {
-        let found = self.find(path).await?;
-        let (kept, length) = (found.as_ref().map_or(0, |found| found.size), bytes.len() as u64);
-        match found {
-            Some(found) if kept == length => {
-                let holds = is_same(written, &found) || self.holds(path, bytes).await?;
-                if holds { Ok(()) } else { Err(generic("the store kept other bytes than were sent")) }
+        let object = self.find(path).await?;
+        let (size, length) = (object.as_ref().map_or(0, |object| object.size), bytes.len() as u64);
+        match object {
+            Some(object) if size == length => {
+                let holds = is_same(written, &object) || self.holds(path, bytes).await?;
+                if holds { Ok(()) } else { Err(generic("the store kept other bytes than the ones sent")) }
             }
-            Some(_) => Err(generic(format!("the store kept {kept} bytes of {length}"))),
+            Some(_) => Err(generic(format!("the store kept {size} bytes of {length}"))),
             None => Err(generic("the store did not keep the object that was sent")),
         }
     }
@@ -283,13 +284,13 @@ impl Parts<'_> {
     }
 }
 
-/// Whether an object has the ETag with which it was accepted.
-fn is_same(written: &PutResult, found: &ObjectMeta) -> bool {
+/// Whether an object has the ETag of the store's response.
+fn is_same(written: &PutResult, object: &ObjectMeta) -> bool {
     let tag = |tag: &Option<String>| tag.as_ref().map(|tag| tag.trim_matches('"').to_owned());
-    written.e_tag.is_some() && tag(&written.e_tag) == tag(&found.e_tag)
+    written.e_tag.is_some() && tag(&written.e_tag) == tag(&object.e_tag)
 }
 
-/// Whether the store knows no such upload, or not its parts: they are an object already, or were dropped.
+/// Whether the store does not know an upload or its parts: they were completed or dropped.
 fn is_lost(error: &StoreError) -> bool {
     const CODES: [&str; 3] = ["status code: 404", "<Code>InvalidPart<", "<Code>InvalidBlockList<"];
     let text = chain(error);
@@ -304,13 +305,13 @@ fn no_conditions() -> StoreError {
     StoreError::NotImplemented { operation: "If-None-Match".into(), implementer: "this server".into() }
 }
 
-/// A file that is uploaded by one request.
+/// The bytes of a file that is uploaded with one request.
 fn read_whole(path: &LocalPath) -> Result<Vec<u8>> {
     let size = path.metadata().map_err(|error| Error::io(path, error))?.len();
     if size > MAX_CONDITIONAL {
         let path = path.display();
         return Err(Error::Input(format!(
-            "{path}: has {size} bytes; a file that must not replace another can have {MAX_CONDITIONAL}"
+            "{path}: has {size} bytes; a file that must not replace another can have at most {MAX_CONDITIONAL}"
         )));
     }
     std::fs::read(path).map_err(|error| Error::io(path, error))

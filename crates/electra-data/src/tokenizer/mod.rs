@@ -1,4 +1,4 @@
-//! Text to token ids: opening a tokenizer's file, and a fast path for BERT's WordPiece.
+//! Text to token ids: tokenizer files, and a fast path for BERT's WordPiece.
 
 mod names;
 mod normalize;

@@ -1,7 +1,7 @@
 //! The rule for names of special tokens in text: a text never yields pad, cls, sep or mask, nor unk by its name; every
 //! other added token, special or not, stays whole.
 //!
-//! A tokenizer for text is a copy in which the five have names that occur in no text. So their real names are split
+//! A tokenizer for text is a copy in which these five tokens have names that occur in no text. So their real names are split
 //! like other words, and are unknown only if the vocabulary has no pieces for them.
 
 use serde_json::Value;
@@ -46,12 +46,12 @@ pub(super) fn for_text(tokenizer: &mut Tokenizer, special: SpecialTokens) -> Res
     let moved =
         added.iter().find(|(id, token)| !five.contains(id) && text.token_to_id(&token.content) != Some(*id));
     match moved {
-        Some((id, token)) => Err(failed(&format!("{:?} does not keep its id {id}", token.content))),
+        Some((id, token)) => Err(failed(&format!("{:?} would lose its id {id}", token.content))),
         None => Ok(Some(text)),
     }
 }
 
-/// A model that never finds these entries in text. All ids stay.
+/// A model that never matches these entries in text. All ids stay.
 fn without(model: &ModelWrapper, names: &[String]) -> serde_json::Result<ModelWrapper> {
     if names.iter().all(|name| model.token_to_id(name).is_none()) {
         return Ok(model.clone());
@@ -91,7 +91,5 @@ fn hidden(name: &str) -> String {
 }
 
 fn failed(error: &dyn std::fmt::Display) -> Error {
-    Error::Input(format!(
-        "the tokenizer's added tokens cannot be kept apart from its special tokens: {error}"
-    ))
+    Error::Input(format!("the tokenizer's added tokens cannot be separated from its special tokens: {error}"))
 }

@@ -1,8 +1,8 @@
 //! BERT's normalizer and pre-tokenizer as a table of characters, according to the `tokenizers` crate.
 //!
 //! Nearly every character has the same meaning in any context, so meanings are computed once, in pages of 256
-//! characters, when the first of them is needed. The exceptions are combining marks that are not stripped and that
-//! canonical ordering could move past each other; text with such marks is left to the crate.
+//! characters, on first use of a page. The exceptions are combining marks that are not stripped and that
+//! canonical ordering could move past each other; the crate tokenizes text with such marks.
 
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -25,12 +25,12 @@ const PAGES: usize = 0x11_0000 / PAGE;
 pub(crate) enum Meaning {
     Nothing,
     Space,
-    /// It is a word by itself, with this id.
+    /// A separate word, with this id.
     Alone(u32),
     Letter(char),
-    /// Several letters of a word, which [`Characters::letters`] returns for this number.
+    /// Several letters of a word; [`Characters::letters`] returns them by this number.
     Letters(u8),
-    /// It depends on the context.
+    /// The meaning depends on the context.
     Unclear,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct Characters {
 
 struct Page {
     meanings: [Meaning; PAGE],
-    /// The letters of characters that become several.
+    /// The letters of characters that become several letters.
     letters: Vec<Box<str>>,
 }
 
@@ -77,7 +77,7 @@ impl Characters {
         let first = (c as usize / PAGE * PAGE) as u32;
         // Surrogates are not characters; their slots are never read.
         let characters: Vec<char> = (first..first + PAGE as u32).map_while(char::from_u32).collect();
-        // If the crate fails, all meanings are unclear: `words` then fails in the same way and returns the error.
+        // If the crate fails, all meanings are unclear: `words` then fails as well and returns the error.
         let mut page = Page { meanings: [Meaning::Unclear; PAGE], letters: Vec::new() };
         let Ok(results) = change_each(&characters, |text| Ok(self.normalized(text)?.get().to_owned())) else {
             return page;
@@ -137,12 +137,13 @@ impl Traits {
         let words = split(NormalizedString::from(text))?;
         let words = words.get_splits(OffsetReferential::Normalized, OffsetType::None);
         let alone = words.iter().filter_map(|(word, _, _)| only_char(word)).filter(|c| !c.is_ascii());
-        // Next to a mark of class 1, the lowest, and one of class 230, nearly the highest: a class above 1 is
+        // Next to a mark of class 1, the lowest, and a mark of class 230, nearly the highest: a class above 1 is
         // moved after the former, and a class between 0 and 230 before the latter.
         let probes = |probe: fn(char) -> String| {
             let asked: Vec<String> = characters.iter().copied().map(probe).collect();
-            let found = change_each(&asked, |text| Ok(NormalizedString::from(text).nfd().get().to_owned()))?;
-            Ok(asked.into_iter().zip(found).map(|(asked, found)| asked != found).collect::<Vec<_>>())
+            let changed =
+                change_each(&asked, |text| Ok(NormalizedString::from(text).nfd().get().to_owned()))?;
+            Ok(asked.into_iter().zip(changed).map(|(asked, changed)| asked != changed).collect::<Vec<_>>())
         };
         let low: CrateResult<_> = probes(|c| format!("{c}\u{334}"));
         let (low, high) = (low?, probes(|c| format!("\u{301}{c}"))?);
@@ -159,8 +160,8 @@ fn change_each(
 ) -> CrateResult<Vec<String>> {
     let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
     let together = change(&texts.join("|"))?;
-    let found: Vec<String> = together.split('|').map(str::to_owned).collect();
-    if found.len() == texts.len() { Ok(found) } else { texts.iter().map(|text| change(text)).collect() }
+    let parts: Vec<String> = together.split('|').map(str::to_owned).collect();
+    if parts.len() == texts.len() { Ok(parts) } else { texts.iter().map(|text| change(text)).collect() }
 }
 
 fn split(text: NormalizedString) -> CrateResult<PreTokenizedString> {

@@ -1,7 +1,7 @@
-//! Opening tokenizers: a `vocab.txt` implies BERT's tokenizer, a `tokenizer.json` describes any.
+//! Opening tokenizers: a `vocab.txt` implies BERT's tokenizer, a `tokenizer.json` describes any tokenizer.
 //!
-//! A corpus keeps, and other processes get, a single file: a `vocab.txt` with its case, or a `tokenizer.json`. What the
-//! other files of a Hugging Face folder change is decided in Python, by `electra_fast.data.tokenizer_folder`.
+//! Corpora and other processes get a single file: a `vocab.txt` with its case, or a `tokenizer.json`.
+//! `electra_fast.data.tokenizer_folder` applies the other files of a Hugging Face folder, in Python.
 
 use std::path::Path;
 
@@ -20,21 +20,21 @@ use crate::error::{Error, Result};
 use crate::format::{Corpus, Manifest, SpecialTokens, TokenizerEntry, hash_hex};
 
 const JSON: &str = "tokenizer.json";
-/// Sixteen times as many as the largest published vocabularies have.
+/// Sixteen times the size of the largest published vocabularies.
 const MAX_VOCAB_SIZE: u32 = 1 << 24;
 
-/// The names of pad, unk, cls, sep and mask; `None` for the usual ones.
+/// The names of pad, unk, cls, sep and mask; `None` for the usual names.
 pub type SpecialNames = [Option<String>; 5];
-/// Settings of a `vocab.txt`, lowercase and strip_accents; `None` for what its entries show.
+/// Settings of a `vocab.txt`, lowercase and strip_accents; `None` to infer them from the entries.
 pub type CaseOptions = (Option<bool>, Option<bool>);
 
 impl Tokenizer {
-    /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), whatever is beside it.
+    /// Opens a `vocab.txt` or a `tokenizer.json` (by extension), ignoring other files in the folder.
     ///
-    /// `lowercase` and `strip_accents` are for `vocab.txt` only. By default, text is lowercased unless that would change
+    /// `lowercase` and `strip_accents` apply to `vocab.txt` only. By default, text is lowercased unless that would change
     /// an ordinary entry, and accents of lowercased text are stripped unless that would.
     ///
-    /// A missing file is [`Error::NotFound`]; one that is no usable tokenizer is [`Error::Input`].
+    /// A missing file is [`Error::NotFound`]; an unusable tokenizer is [`Error::Input`].
     pub fn from_file(path: &Path, lowercase: Option<bool>, strip_accents: Option<bool>) -> Result<Self> {
         Self::with_names(path, (lowercase, strip_accents), &SpecialNames::default())
     }
@@ -52,7 +52,7 @@ impl Tokenizer {
         })
     }
 
-    /// The tokenizer that a file beside the manifest of its corpus has there; `None` for any other file.
+    /// The tokenizer of a corpus, opened by its file next to the manifest; `None` for any other file.
     pub fn beside_manifest(path: &Path, case: CaseOptions) -> Result<Option<Self>> {
         // Errors are ignored: other programs write a manifest.json too.
         let manifest = path.parent().and_then(|dir| Manifest::read(dir).ok());
@@ -135,7 +135,7 @@ impl Tokenizer {
         }
         let added = inner.get_added_tokens_decoder();
         if added.iter().any(|(id, token)| token.special && !five(special).contains(id)) {
-            // Earlier releases split these.
+            // Earlier releases split these tokens.
             hash.update(b"whole");
         }
         Self::new(path, (JSON, file), None, (inner, special, vocab_size), hash.digest())
@@ -154,7 +154,7 @@ impl Tokenizer {
         Ok(Self { inner, text, fast, path, file_name, file, case, special_tokens, vocab_size, hash })
     }
 
-    /// What differs between the entries of a `vocab.txt` and of a `tokenizer.json`, and what to do.
+    /// Describes a difference between the entries of a `vocab.txt` and a `tokenizer.json`, with the remedy.
     pub fn disagreement(vocab_txt: &Path, json: &Path) -> Result<Option<String>> {
         guarded(json, || {
             let (tokenizer, file) = (parse(json, &read(json)?)?, read(vocab_txt)?);
@@ -163,8 +163,8 @@ impl Tokenizer {
         })
     }
 
-    /// A hash of everything that determines the ids of a text, whichever file it is in: entries, their ids, and the
-    /// rules, case included. 32 hexadecimal digits.
+    /// A hash of everything that determines the ids of a text, whatever the file format: entries, their ids, and the
+    /// rules, including the case. 32 hexadecimal digits.
     pub fn content_hash(&self) -> Result<String> {
         guarded(&self.path, || content_hash(&self.inner, self.special_tokens))
     }
@@ -174,7 +174,7 @@ impl Tokenizer {
         guarded(&self.path, || complete(&self.inner, self.special_tokens))
     }
 
-    /// Everything but the entries, as JSON: normalizer, pre-tokenizer, added tokens, and what the model is.
+    /// Everything but the entries, as JSON: normalizer, pre-tokenizer, added tokens and model type.
     pub fn rules(&self) -> String {
         let model = self.inner.get_model();
         let (kind, unknown) = match model {
@@ -208,19 +208,19 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     })
 }
 
-/// One more than the highest id; an error if that is absurdly large, because tables have a row per id.
+/// One more than the highest id; an error if the id is absurdly large, because tables have a row per id.
 fn vocab_size(path: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<u32> {
     match tokenizer.get_vocab(true).into_iter().max_by_key(|&(_, id)| id) {
         Some((token, id)) if id >= MAX_VOCAB_SIZE => {
             let limit = format!("ids must be below {MAX_VOCAB_SIZE}; correct it");
-            Err(Error::at(path, format!("{token:?} has the id {id}, and {limit}")))
+            Err(Error::at(path, format!("{token:?} has id {id}; {limit}")))
         }
         last => Ok(last.map_or(0, |(_, id)| id + 1)),
     }
 }
 
 fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
-    // The crate panics at some mistakes, and does not locate them.
+    // The crate panics on some mistakes, and does not locate them.
     serde_json::from_slice::<IgnoredAny>(file).map_err(|e| unusable(path, &e))?;
     let mut inner = tokenizers::Tokenizer::from_bytes(file).map_err(|e| unusable(path, &e))?;
     // Truncation would silently drop tokens, and padding would add some.
@@ -229,7 +229,7 @@ fn parse(path: &Path, file: &[u8]) -> Result<tokenizers::Tokenizer> {
     if let ModelWrapper::BPE(model) = inner.get_model()
         && model.dropout.is_some_and(|dropout| dropout > 0.0)
     {
-        return Err(Error::at(path, "dropout of its model makes ids random; set it to null"));
+        return Err(Error::at(path, "model.dropout makes ids random; set it to null"));
     }
     Ok(inner)
 }
@@ -242,7 +242,10 @@ fn refuse_case(path: &Path, case: CaseOptions) -> Result<()> {
     if case == (None, None) {
         return Ok(());
     }
-    Err(Error::at(path, "cased and strip_accents belong to vocab.txt; a tokenizer.json has its own"))
+    Err(Error::at(
+        path,
+        "cased and strip_accents apply to a vocab.txt only; a tokenizer.json has its own settings",
+    ))
 }
 
 fn find_special(
@@ -260,17 +263,17 @@ fn find_special(
     let find = |number: usize| {
         let (role, usual) = ROLES[number];
         let Some(name) = &names[number] else {
-            let reason = || format!("no {} in the vocabulary; training needs it: add it", usual[0]);
+            let reason = || format!("no {} in the vocabulary; add it, training needs it", usual[0]);
             return usual.iter().find_map(|name| id_of(name)).ok_or_else(|| Error::at(path, reason()));
         };
-        let reason = || format!("{role} is {name:?}, which {} does not have; add it there", path.display());
+        let reason = || format!("{role} = {name:?}: not in {}; add it there", path.display());
         let config = || path.with_file_name("tokenizer_config.json");
         id_of(name).ok_or_else(|| Error::at(config(), reason()))
     };
     Ok(SpecialTokens { pad: find(0)?, unk: find(1)?, cls: find(2)?, sep: find(3)?, mask: find(4)? })
 }
 
-/// A `tokenizer.json` for any library: marks special tokens, and has the template `[CLS] text [SEP]` or its own.
+/// A `tokenizer.json` for any library: with marked special tokens, and the template `[CLS] text [SEP]` if it has none.
 fn complete(tokenizer: &tokenizers::Tokenizer, special: SpecialTokens) -> Result<String> {
     let mut tokenizer = tokenizer.clone();
     let known = tokenizer.get_added_tokens_decoder();
@@ -300,7 +303,7 @@ fn complete(tokenizer: &tokenizers::Tokenizer, special: SpecialTokens) -> Result
 }
 
 /// A hash of everything that determines the ids of a text: entries, their ids, added tokens that stay whole, and the
-/// rules, case included.
+/// rules, including the case.
 ///
 /// A `vocab.txt` with its settings and every `tokenizer.json` made from it have the same hash.
 fn content_hash(tokenizer: &tokenizers::Tokenizer, special: SpecialTokens) -> Result<String> {

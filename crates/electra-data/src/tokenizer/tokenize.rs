@@ -1,7 +1,7 @@
 //! Encoding text.
 //!
 //! Encoding never adds special tokens, and their names in text are ordinary text; other added tokens stay whole.
-//! BERT's tokenizer is implemented by `wordpiece` in this crate, all others by the `tokenizers` crate.
+//! `wordpiece` implements BERT's tokenizer, the `tokenizers` crate all others.
 
 use std::path::{Path, PathBuf};
 
@@ -18,9 +18,9 @@ use crate::threads::on_all_cores;
 /// Text to ids. The same file and settings give the same ids everywhere.
 pub struct Tokenizer {
     pub(super) inner: tokenizers::Tokenizer,
-    /// Encodes text instead of `inner`, if that would turn names of special tokens into these tokens.
+    /// Encodes text instead of `inner`, if `inner` would turn names of special tokens into these tokens.
     pub(super) text: Option<tokenizers::Tokenizer>,
-    /// The fast path, or why there is none.
+    /// The fast path, or the reason for having none.
     pub(super) fast: std::result::Result<FastWordPiece, &'static str>,
     pub(super) path: PathBuf,
     pub(super) file_name: &'static str,
@@ -36,9 +36,9 @@ pub struct Tokenizer {
 pub struct Pieces {
     /// The ids that [`Tokenizer::encode_batch`] gives.
     pub ids: Vec<u32>,
-    /// The first character of each piece and the one after its last, as code points of the original text.
+    /// The first character of each piece and the character after its last, as code points of the original text.
     pub offsets: Vec<[u32; 2]>,
-    /// The word (pre-token) that each piece is part of. Ascending from 0; a word without pieces leaves a gap.
+    /// The number of each piece's word (pre-token). Ascending from 0; a word without pieces leaves a gap.
     pub words: Vec<u32>,
 }
 
@@ -58,7 +58,7 @@ impl Tokenizer {
 
     /// The pieces of each text with their offsets, computed on all cores.
     ///
-    /// Offsets are of the text as given, before it is normalized: the piece `cafe` of `Café` has 0 and 4. The `tokenizers`
+    /// Offsets refer to the original text, before normalization: the piece `cafe` of `Café` has 0 and 4. The `tokenizers`
     /// crate computes them, so this is slower than [`Tokenizer::encode_batch`].
     pub fn encode_batch_with_offsets(&self, texts: &[impl AsRef<str> + Sync]) -> Result<Vec<Pieces>> {
         on_all_cores(|| texts.par_iter().map(|text| self.pieces(text.as_ref())).collect())?
@@ -71,7 +71,7 @@ impl Tokenizer {
         Ok(Pieces {
             ids: encoding.get_ids().to_vec(),
             offsets: encoding.get_offsets().iter().map(|&(start, end)| [start as u32, end as u32]).collect(),
-            // Only special tokens have no word, and none are added.
+            // Only special tokens have no word, and encoding adds none.
             words: words.map(|word| word.unwrap_or_default()).collect(),
         })
     }
@@ -117,7 +117,7 @@ impl Tokenizer {
         self.fast.is_ok()
     }
 
-    /// Why the `tokenizers` crate is used, if it is: a clause such as "its model is not WordPiece".
+    /// The reason for using the `tokenizers` crate, if it is used: a clause such as "its model is not WordPiece".
     pub fn fallback_reason(&self) -> Option<&'static str> {
         self.fast.as_ref().err().copied()
     }
@@ -141,7 +141,7 @@ impl Tokenizer {
         (self.file_name, &self.file)
     }
 
-    /// Whether text may be cut after whitespace without changing ids: by BERT's rules if no added token has any.
+    /// Whether text may be cut after whitespace without changing ids: with BERT's rules, if no added token has whitespace.
     pub(crate) fn splits_at_whitespace(&self) -> bool {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         matches!(self.inner.get_normalizer(), Some(NormalizerWrapper::BertNormalizer(_)))
@@ -176,15 +176,15 @@ impl Encoder<'_> {
 
 fn failed_on(text: &str, error: &dyn std::fmt::Display) -> Error {
     let start: String = text.chars().take(40).collect();
-    Error::Input(format!("the tokenizer fails on text beginning {start:?}: {error}"))
+    Error::Input(format!("the tokenizer fails on the text that begins {start:?}: {error}"))
 }
 
 impl Tokenizer {
     /// For each id, whether it begins a word; `None` if the vocabulary does not mark words.
     ///
-    /// Added tokens, [UNK] among them, and ids without an entry are words of their own. Where starts are
-    /// marked, what follows a word without a space (punctuation) belongs to it; with byte-level BPE that adds no
-    /// space before a text, so does the first word of the next line, which has no mark.
+    /// Added tokens, including [UNK], and ids without an entry are separate words. If the vocabulary marks
+    /// starts, tokens that follow a word without a space (punctuation) belong to it; with byte-level BPE that adds no
+    /// space before a text, the first word of the next line does too, because it has no mark.
     pub fn word_starts(&self) -> Option<Vec<bool>> {
         let (mark, begins) = match self.continuation_prefix() {
             Some(prefix) => (prefix, false),
@@ -209,7 +209,7 @@ impl Tokenizer {
         prefix.map(String::as_str).filter(|prefix| !prefix.is_empty())
     }
 
-    /// The mark into which the rules turn a space before a word, if they keep it.
+    /// The mark that replaces a space before a word, if the rules keep the space.
     fn word_start_mark(&self) -> Option<&'static str> {
         let rules = (self.inner.get_normalizer(), self.inner.get_pre_tokenizer());
         let rules = serde_json::to_string(&rules).unwrap_or_default();
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn line_ends_and_a_byte_order_mark_change_nothing_and_of_several_special_names_the_first_is_used() {
+    fn line_ends_and_byte_order_marks_are_ignored() {
         let vocab = "<pad>\n<unk>\n<s>\n</s>\n<cls>\n<sep>\n<mask>\na\n";
         for same in [vocab.to_owned(), vocab.replace('\n', "\r\n"), format!("\u{feff}{vocab}")] {
             let (same, plain) = (open(&same), open(vocab));

@@ -1,6 +1,6 @@
 //! The vocabulary as a trie, and WordPiece's greedy longest-match split of words into entries.
 //!
-//! Two tries, of entries that begin and that continue words, share one double array: the child of a state by
+//! Two tries, for entries that begin and entries that continue words, share one double array: the child of a state by
 //! a byte is the cell at the state's base plus that byte, if that cell names the state as its parent.
 
 use tokenizers::Model as _;
@@ -25,7 +25,7 @@ const FREE: Cell = Cell { base: 0, parent: NONE, id: NONE };
 pub(crate) struct VocabTrie {
     cells: Vec<Cell>,
     unknown: u32,
-    /// Longer words are unknown, whatever their characters.
+    /// Longer words are always unknown.
     pub max_word_chars: usize,
 }
 
@@ -49,7 +49,7 @@ impl VocabTrie {
         Some(Self { cells: builder.cells, unknown, max_word_chars: model.max_input_chars_per_word })
     }
 
-    /// An empty vocabulary, in which every word is unknown.
+    /// An empty vocabulary: every word is unknown.
     pub fn empty() -> Self {
         Self { cells: vec![FREE; 2 + REACH], unknown: 0, max_word_chars: 0 }
     }
@@ -72,7 +72,7 @@ impl VocabTrie {
     }
 
     fn longest_entry(&self, root: usize, word: &[u8]) -> Option<(usize, u32)> {
-        let (mut state, mut found) = (root, None);
+        let (mut state, mut longest) = (root, None);
         for (at, &byte) in word.iter().enumerate() {
             let child = self.cells[state].base as usize + usize::from(byte);
             let cell = self.cells[child];
@@ -80,11 +80,11 @@ impl VocabTrie {
                 break;
             }
             if cell.id != NONE {
-                found = Some((at + 1, cell.id));
+                longest = Some((at + 1, cell.id));
             }
             state = child;
         }
-        found
+        longest
     }
 }
 
@@ -98,7 +98,7 @@ struct Builder {
 }
 
 impl Builder {
-    /// Builds the trie of sorted entries below `root`. Skips empty ones, which can never match.
+    /// Builds the trie of sorted entries below `root`. Skips empty entries, which can never match.
     fn build(&mut self, root: usize, entries: &[(&[u8], u32)]) {
         let empty = entries.iter().take_while(|(entry, _)| entry.is_empty()).count();
         let mut waiting = vec![(root, &entries[empty..], 0)];
@@ -141,7 +141,7 @@ impl Builder {
                 self.cells.resize(base + REACH, FREE);
             }
             if bytes.iter().all(|&byte| self.cells[base + usize::from(byte)].parent == NONE) {
-                // Nearly all cells before this one are taken: do not search them again.
+                // Nearly all earlier cells are taken: do not search them again.
                 if taken * 20 >= (at - start + 1) * 19 {
                     self.search_from = at;
                 }
@@ -166,7 +166,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn words_are_split_as_by_the_crate(
+        fn words_are_split_like_the_crate(
             entries in prop::collection::vec("(##)?[abcé日#]{0,5}", 0..60),
             words in prop::collection::vec("[abcdé日#]{1,14}", 1..20),
         ) {

@@ -1,6 +1,6 @@
 //! `vocab.txt`: its entries, BERT's rules, and the case, which the file itself does not store.
 //!
-//! The caller gives the case, or it is inferred from the entries.
+//! The caller sets the case, or it is inferred from the entries.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub(super) struct Case {
 pub(super) struct Vocabulary<'a> {
     pub path: &'a Path,
     pub entries: Vec<&'a str>,
-    /// The last of equal entries counts, as in BERT's own code.
+    /// The last of equal entries counts, as in BERT's code.
     pub ids: AHashMap<String, u32>,
 }
 
@@ -53,7 +53,7 @@ impl<'a> Vocabulary<'a> {
         Ok(tokenizer)
     }
 
-    /// What differs if a `tokenizer.json` has other entries, or the same entries with other ids.
+    /// Describes the difference if a `tokenizer.json` has other entries, or the same entries with other ids.
     pub fn disagreement(&self, json: &Path, tokenizer: &Tokenizer) -> Option<String> {
         let added = tokenizer.get_added_tokens_decoder();
         let mut here: Vec<(&String, u32)> = self.ids.iter().map(|(entry, &id)| (entry, id)).collect();
@@ -67,16 +67,18 @@ impl<'a> Vocabulary<'a> {
                 && !added.contains_key(id)
                 && !self.ids.contains_key(entry.trim_end())
         });
-        let differs = match (moved, extra.min_by_key(|&(_, id)| id)) {
+        let difference = match (moved, extra.min_by_key(|&(_, id)| id)) {
             (Some((entry, id)), _) => {
                 let other = tokenizer.token_to_id(entry).map_or("none".to_owned(), |id| id.to_string());
-                format!("{entry:?} has the id {id} in the former, {other} in the latter")
+                format!("{entry:?} has id {id} in the first, {other} in the second")
             }
-            (None, Some((entry, id))) => format!("the former lacks {entry:?}, id {id} of the latter"),
+            (None, Some((entry, id))) => {
+                format!("the first lacks {entry:?}, which has id {id} in the second")
+            }
             (None, None) => return None,
         };
         Some(format!(
-            "{} and {} disagree: {differs}; keep the one that the model was trained with and move the other away",
+            "{} and {} disagree: {difference}; keep the file that the model was trained with and move the other out of the folder",
             self.path.display(),
             json.display()
         ))
@@ -96,7 +98,7 @@ impl<'a> Vocabulary<'a> {
         Ok(Case { lowercase, strip_accents: lowercase && leaves_alone(true, false)? })
     }
 
-    /// Whether accents are stripped if only `lowercase` is given: inferred from the entries, or by BERT's rule.
+    /// Whether accents are stripped if only `lowercase` is set: inferred from the entries, or by BERT's rule.
     pub fn strips_accents(&self, lowercase: bool) -> Result<bool> {
         let guess = self.inferred_case()?;
         Ok(if guess.lowercase == lowercase { guess.strip_accents } else { lowercase })
@@ -109,7 +111,8 @@ fn is_bracketed(entry: &str) -> bool {
 
 /// Turns a panic into an error: the `tokenizers` crate panics on some files, when it opens them or at the first text.
 pub(super) fn guarded<T>(path: &Path, run: impl FnOnce() -> Result<T>) -> Result<T> {
-    caught(run).unwrap_or_else(|panic| Err(unusable(path, &format!("the tokenizers library fails: {panic}"))))
+    caught(run)
+        .unwrap_or_else(|panic| Err(unusable(path, &format!("the tokenizers library failed: {panic}"))))
 }
 
 pub(super) fn unusable(path: &Path, error: &dyn std::fmt::Display) -> Error {
@@ -121,15 +124,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_read_as_by_the_crate() {
+    fn lines_are_read_like_the_crate() {
         let file = "[UNK]\nthe \ncat\r\n\n\u{3000}\na\u{2028}b\nx\u{1c}\ndog\u{a0}".as_bytes();
-        let ours = Vocabulary::new(Path::new("vocab.txt"), file).unwrap();
-        assert_eq!(ours.entries, ["[UNK]", "the", "cat", "", "", "a\u{2028}b", "x\u{1c}", "dog"]);
-        assert_eq!(ours.ids, WordPiece::read_bytes(file).unwrap());
+        let vocabulary = Vocabulary::new(Path::new("vocab.txt"), file).unwrap();
+        assert_eq!(vocabulary.entries, ["[UNK]", "the", "cat", "", "", "a\u{2028}b", "x\u{1c}", "dog"]);
+        assert_eq!(vocabulary.ids, WordPiece::read_bytes(file).unwrap());
     }
 
     #[test]
-    fn the_casing_inferred_from_what_the_rules_would_change() {
+    fn case_is_inferred_from_entries() {
         let guess = |words: &[&str]| {
             let file = words.join("\n");
             let case =
@@ -142,7 +145,7 @@ mod tests {
         for word in ["é", "##é", "が", "##が", "한", "\u{301}", "ที่", "हूँ"] {
             assert_eq!(guess(&["a", word, "[CLS]"]), (true, false), "{word}");
         }
-        // ℝ is a capital without a small letter; the accents of the last ones cannot be taken off.
+        // ℝ is a capital without a small letter; the accents of the last letters cannot be stripped.
         assert_eq!(guess(&["a", "か", "\u{1112}", "ℝ", "ß", "ł", "##ø", "東"]), (true, true));
     }
 }

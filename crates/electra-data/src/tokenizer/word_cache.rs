@@ -1,4 +1,4 @@
-//! Words of ASCII letters and digits, found eight bytes at a time, and a cache of short words and their ids, of fixed size,
+//! Words of ASCII letters and digits, scanned eight bytes at a time, and a fixed-size cache of short words and their ids,
 //! one per thread.
 
 /// Bytes of the longest word that fits into a key.
@@ -98,7 +98,7 @@ const MASKS: [(u64, u64); 16] = {
 /// The high bit of every byte that is an ASCII letter or digit.
 #[inline]
 fn alphanumeric(bytes: u64) -> u64 {
-    // With the high bits cleared, adding 0x80 - k to a byte sets its high bit iff it is at least k,
+    // With the high bits cleared, adding 0x80 - k to a byte sets its high bit iff the byte is at least k,
     // and never carries into the next one.
     let seven = bytes & !HIGH;
     let at_least = |bytes: u64, k: u8| bytes.wrapping_add(LOW * u64::from(0x80 - k));
@@ -108,7 +108,7 @@ fn alphanumeric(bytes: u64) -> u64 {
     (letter | digit) & !bytes & HIGH
 }
 
-/// Ids per cache entry; words with more are split again each time.
+/// Ids per cache entry; words with more ids are split again each time.
 pub(super) const MAX_IDS: usize = 3;
 /// Sets of two words each: 1 MiB in total.
 const SETS: usize = 1 << 14;
@@ -120,7 +120,7 @@ pub(super) struct Ids {
     pub count: u32,
 }
 
-/// One cache line. The most recently found word comes first; the other is replaced next.
+/// One cache line. The more recently used word comes first; the other is replaced next.
 #[derive(Clone, Copy, Default)]
 #[repr(align(64))]
 struct Set {
@@ -151,16 +151,16 @@ impl WordCache {
         None
     }
 
-    /// Caches a word's ids unless there are too many, replacing the less recently found word of its set.
+    /// Caches a word's ids unless there are too many, replacing the less recently used word of its set.
     pub fn insert(&mut self, key: Key, ids: &[u32]) {
         if ids.len() > MAX_IDS {
             return;
         }
-        let mut kept = Ids { count: ids.len() as u32, ..Ids::default() };
-        kept.ids[..ids.len()].copy_from_slice(ids);
+        let mut entry = Ids { count: ids.len() as u32, ..Ids::default() };
+        entry.ids[..ids.len()].copy_from_slice(ids);
         let set = &mut self.sets[set_index(key)];
         let way = usize::from(set.keys[0] != Key::default());
-        (set.keys[way], set.ids[way]) = (key, kept);
+        (set.keys[way], set.ids[way]) = (key, entry);
     }
 }
 

@@ -1,8 +1,8 @@
 //! A fast implementation of BERT's tokenizer, with the same ids as the `tokenizers` crate.
 //!
 //! Text is a sequence of *chunks*, each ended by an ASCII space or punctuation character. A word of ASCII
-//! letters and digits is found, lowercased and looked up in registers. A chunk with any other character is
-//! read character by character, and one with combining marks that could be reordered is left to the crate.
+//! letters and digits is scanned, lowercased and looked up in registers. A chunk with any other character is
+//! read character by character; the crate tokenizes chunks with combining marks that could be reordered.
 
 use std::sync::Mutex;
 
@@ -20,11 +20,11 @@ use super::vocab_trie::VocabTrie;
 use super::word_cache::{CASE, Key, MAX_IDS, MAX_KEY_BYTES, Window, WordCache};
 
 const BUFFER: usize = 256;
-/// Each added token takes one search through a text.
+/// Each added token requires one search through a text.
 const MAX_ADDED: usize = 16;
 
-/// What a byte means after a word of ASCII letters and digits. Bytes that do not end a chunk are `Other`,
-/// letters and digits included, so the fast loop cannot skip any.
+/// The meaning of a byte after a word of ASCII letters and digits. Bytes that do not end a chunk are `Other`,
+/// including letters and digits, so the fast loop cannot skip any.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Space,
@@ -32,14 +32,14 @@ enum Class {
     Other,
 }
 
-/// The fast tokenizer. Threads share it, each with a [`WordPieceEncoder`] of its own.
+/// The fast tokenizer. Threads share it; each has a separate [`WordPieceEncoder`].
 pub(super) struct FastWordPiece {
     trie: VocabTrie,
     characters: Characters,
     classes: [Class; 256],
     punctuation: [u32; 256],
     case: u64,
-    /// Added tokens. Texts with one of them are left to the crate.
+    /// Added tokens. The crate tokenizes texts with one of them.
     added: Vec<Finder<'static>>,
     /// Memory of dropped encoders, reused with its caches by new ones.
     scratches: Mutex<Vec<Scratch>>,
@@ -53,7 +53,7 @@ struct Scratch {
 }
 
 impl FastWordPiece {
-    /// The fast equivalent of a tokenizer, or why there is none.
+    /// The fast equivalent of a tokenizer, or the reason for having none.
     pub fn new(tokenizer: &tokenizers::Tokenizer) -> std::result::Result<Self, &'static str> {
         let Some(NormalizerWrapper::BertNormalizer(normalizer)) = tokenizer.get_normalizer() else {
             return Err("its normalizer is not BertNormalizer");
@@ -64,11 +64,11 @@ impl FastWordPiece {
         let ModelWrapper::WordPiece(model) = tokenizer.get_model() else {
             return Err("its model is not WordPiece");
         };
-        // Special ones are not searched for in text.
+        // Special tokens are not searched for in text.
         let added = tokenizer.get_added_tokens_decoder().into_values().filter(|token| !token.special);
         let added: Vec<_> = added.collect();
         if added.len() > MAX_ADDED || added.iter().any(|token| token.normalized) {
-            return Err("it has many added tokens, or some that are found in normalized text");
+            return Err("it has many added tokens, or some that match normalized text");
         }
         if !leaves_text_alone(tokenizer.get_post_processor()) {
             return Err("its post-processor may change a text's tokens");
@@ -103,7 +103,7 @@ impl FastWordPiece {
         Some(Self { trie, characters, classes, punctuation, case, added, scratches })
     }
 
-    /// A new encoder, which uses the cache of a dropped one if there is any.
+    /// A new encoder, which reuses the cache of a dropped encoder if possible.
     pub fn encoder(&self) -> WordPieceEncoder<'_> {
         WordPieceEncoder { tokenizer: self, scratch: None }
     }
@@ -161,7 +161,7 @@ struct TextEncoding<'a> {
     tokenizer: &'a FastWordPiece,
     scratch: &'a mut Scratch,
     text: &'a str,
-    /// Number of ids in the buffer, which are not in `ids` yet.
+    /// Number of ids in the buffer that are not in `ids` yet.
     held: usize,
     ids: &'a mut Vec<u32>,
 }
@@ -199,7 +199,7 @@ impl TextEncoding<'_> {
             let at = start + offset;
             match tokenizer.characters.meaning(c, &tokenizer.trie) {
                 Meaning::Nothing => {}
-                // The word is too long for the vocabulary already: what follows cannot change its id.
+                // The word is already too long for the vocabulary: more characters cannot change its id.
                 Meaning::Letter(_) | Meaning::Letters(_)
                     if word.len() / 4 > tokenizer.trie.max_word_chars => {}
                 Meaning::Letter(letter) if letter.is_ascii() => word.push(letter as u8),
@@ -231,7 +231,7 @@ impl TextEncoding<'_> {
         Ok(end)
     }
 
-    /// Leaves a chunk to the crate: combining marks are never moved past ASCII spaces or punctuation.
+    /// Tokenizes a chunk with the crate: combining marks are never moved past ASCII spaces or punctuation.
     fn unclear_chunk(&mut self, start: usize, at: usize) -> Result<usize> {
         let (tokenizer, bytes) = (self.tokenizer, self.text.as_bytes());
         let is_end =
@@ -251,9 +251,9 @@ impl TextEncoding<'_> {
 
     #[inline]
     fn short_word(&mut self, key: Key) {
-        let Some(found) = self.scratch.cache.get(key) else { return self.new_word(key) };
-        self.scratch.buffer[self.held..self.held + MAX_IDS].copy_from_slice(&found.ids);
-        self.held += found.count as usize;
+        let Some(cached) = self.scratch.cache.get(key) else { return self.new_word(key) };
+        self.scratch.buffer[self.held..self.held + MAX_IDS].copy_from_slice(&cached.ids);
+        self.held += cached.count as usize;
         self.keep_room();
     }
 

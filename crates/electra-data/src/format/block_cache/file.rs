@@ -1,6 +1,6 @@
-//! The runs of a file of the corpus that this process has mapped.
+//! The runs of a corpus file that this process has mapped.
 //!
-//! A file is divided into runs of eight blocks; the last run is its tail, the tables of documents and checksums. The
+//! A file is divided into runs of eight blocks; the last run is its tail, the document and checksum tables. The
 //! tail stays mapped as long as the file is in use. Any other run is mapped while it is pinned, and has a bit for each
 //! block that has been verified.
 
@@ -32,7 +32,7 @@ struct Slot {
     pins: usize,
 }
 
-/// Keeps a run mapped. The map is also what protects its bytes: the system keeps those of a file that was removed.
+/// Keeps a run mapped. The map also protects its bytes: the system keeps the bytes of a removed file.
 #[derive(Debug)]
 pub(super) struct Pin {
     pub file: Arc<CachedFile>,
@@ -84,7 +84,7 @@ impl CachedFile {
         at(blocks.start)..at(blocks.end)
     }
 
-    /// A range of bytes by runs, without the tail: each with the part of it in this run.
+    /// Divides a range of bytes into runs, without the tail: pairs of a run and the part of the range in it.
     pub fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let end = range.end.min(self.tail_range().start);
         let start = range.start.min(end);
@@ -111,7 +111,7 @@ impl CachedFile {
         let table = if is_tail { &bytes[table - start..] } else { self.tail(table..file_length) };
         let (table, hash) = table.split_at(table.len() - 8);
         if is_tail && (hash_hex(table) != self.hash || block_hash(table) != read_u64(hash)) {
-            return Some("the table of checksums is not that of the manifest".into());
+            return Some("the checksum table does not match the manifest".into());
         }
         let first = start / BLOCK_BYTES + block as usize;
         let (past, end) =
@@ -138,7 +138,7 @@ impl Pin {
         self.file.runs.get(self.run).map(|slot| slot.write().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Which of these blocks are not mapped and verified, after looking at those of the map.
+    /// The blocks of `wanted` that are not mapped or fail verification.
     pub fn absent(&self, wanted: u8) -> u8 {
         let Some(mut slot) = self.slot() else { return u8::from(self.file.tail.get().is_none()) };
         let Slot { map: Some(map), sound, .. } = &mut *slot else { return wanted };
@@ -146,8 +146,8 @@ impl Pin {
         wanted & !*sound
     }
 
-    /// Uses the map of a file if it has all blocks that the present one has; `wanted` are verified as well. Returns
-    /// what is wrong with one of those that it does not have.
+    /// Replaces the map if the new one has all blocks of the current one; also verifies the blocks of `wanted`. Returns
+    /// the damage of one of the blocks that the new map lacks.
     pub fn adopt(&self, map: Mmap, wanted: u8) -> Option<String> {
         let Some(mut slot) = self.slot() else {
             let (_, damage) = self.verified(&map, 1);
@@ -168,19 +168,19 @@ impl Pin {
         for block in (0..8).filter(|block| wanted >> block & 1 == 1) {
             match self.file.damage(self.run, block, map) {
                 None => sound |= 1 << block,
-                found => damage = damage.or(found),
+                damaged => damage = damage.or(damaged),
             }
         }
         (sound, damage)
     }
 
-    /// Calls `each` with the verified blocks of the map, and the offset of each in the file.
-    pub fn for_each_block<E>(&self, mut each: impl FnMut(usize, &[u8]) -> Result<(), E>) -> Result<(), E> {
+    /// Calls `visit` with the offset in the file and the bytes of every verified block of the map.
+    pub fn for_each_block<E>(&self, mut visit: impl FnMut(usize, &[u8]) -> Result<(), E>) -> Result<(), E> {
         let Some(slot) = self.slot() else { return Ok(()) };
         let (Some(map), start) = (&slot.map, self.file.run_range(self.run).start) else { return Ok(()) };
         for block in (0..8).filter(|block| slot.sound >> block & 1 == 1) {
             let range = self.file.block_range(self.run, block..block + 1);
-            each(range.start - start, &map[range.start - start..range.end - start])?;
+            visit(range.start - start, &map[range.start - start..range.end - start])?;
         }
         Ok(())
     }

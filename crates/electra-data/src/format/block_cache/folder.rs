@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! DIR/cached-CHECKSUM/          one folder for each manifest; a copy of the tokenizer is here, too
-//!     runs/FILE.RUN             a run of a file: blocks that were fetched are at their places, the others are holes
-//!     runs/FILE.RUN.lock        empty, and locked by the reader that fetches the run
+//!     runs/FILE.RUN             a run of a file: fetched blocks are in their places, the others are holes
+//!     runs/FILE.RUN.lock        empty; locked by the reader that fetches the run
 //! ```
-//! A run is written under a temporary name, renamed into place and never changed; one with more blocks replaces it. So
-//! any reader may remove any file at any time, and whoever has mapped it keeps the bytes. Locks only save requests.
+//! A run is written under a temporary name, renamed into place and never changed; a run with more blocks replaces it. So
+//! any reader may remove any file at any time: readers that have mapped it keep the bytes. Locks only save requests.
 
 use std::fs::{File, TryLockError};
 use std::io::{Error as IoError, ErrorKind};
@@ -21,11 +21,11 @@ use super::CacheOptions;
 use crate::error::{Error, Result};
 use crate::threads::lock;
 
-/// How long a reader waits for another one that makes no progress: as long as a request may take without a byte.
+/// Time that a reader waits for another reader without progress: as long as a request may take without a byte.
 pub(super) const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 2 } else { 30 });
-/// The part of the free space that a reader fills before it counts again, because others fill it as well.
+/// Fraction of the free space that a reader fills before it counts again, because others fill it as well.
 const SHARE: u64 = 16;
-/// The part of the limit that is freed in addition, so that not every fetch counts.
+/// Fraction of the limit that is freed in addition, so that not every fetch has to count.
 const SLACK: u64 = 64;
 
 #[derive(Debug)]
@@ -37,14 +37,14 @@ pub(super) struct Folder {
     budget: Mutex<u64>,
 }
 
-/// The right to fetch a run, which ends when it is dropped or its process ends.
+/// The right to fetch a run, until it is dropped or its process ends.
 #[derive(Debug)]
 pub(super) struct Claim(Option<(File, PathBuf)>);
 
 impl Folder {
     pub fn open(options: &CacheOptions, checksum: &str) -> Result<Self> {
         check_file_system(&options.dir)?;
-        // The checksum of the manifest, because the content hash does not cover lengths.
+        // By the manifest's checksum, because the content hash does not cover lengths.
         let dir = options.dir.join(format!("cached-{checksum}"));
         let folder = Self { runs: dir.join("runs"), dir, limit: options.bytes, budget: Mutex::new(0) };
         if !folder.runs.exists() {
@@ -61,18 +61,18 @@ impl Folder {
     /// A run's file, which counts as used now.
     pub fn find(&self, run: &str) -> Option<File> {
         let file = File::open(self.path(run)).ok()?;
-        let _ = file.set_modified(SystemTime::now()); // fails for the file of another user, which is evicted sooner
+        let _ = file.set_modified(SystemTime::now()); // fails for another user's file, which is then evicted sooner
         Some(file)
     }
 
-    /// Claims a run for fetching; `None` while another reader has it that was active within `PATIENCE`.
+    /// Claims a run for fetching; `None` while another reader that was active within `PATIENCE` has it.
     pub fn claim(&self, run: &str, waited: Duration) -> Option<Claim> {
         let path = self.path(&format!("{run}.lock"));
         let lock = File::options().create(true).append(true).open(&path);
-        // Without locks, for whatever reason, readers fetch for themselves.
+        // If locks do not work, every reader fetches for itself.
         let Ok(lock) = lock else { return Some(Claim(None)) };
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
-            let touched = lock.metadata().and_then(|found| found.modified()).ok();
+            let touched = lock.metadata().and_then(|metadata| metadata.modified()).ok();
             let age = touched.and_then(|time| time.elapsed().ok()).unwrap_or_default();
             return (age.max(waited) > PATIENCE).then_some(Claim(None));
         }
@@ -100,7 +100,7 @@ impl Folder {
         }
     }
 
-    /// Removes the files that were not used for longest until there is room for this many bytes.
+    /// Removes the least recently used files until there is room for `bytes`.
     pub fn make_room(&self, bytes: u64) {
         let mut budget = lock(&self.budget);
         if let Some(rest) = budget.checked_sub(bytes) {
@@ -123,12 +123,12 @@ impl Folder {
         *budget = self.limit.saturating_sub(total) / SHARE;
     }
 
-    /// All files: when they were last used, and their bytes on disk.
+    /// All files: last use, and bytes on disk.
     fn files(&self) -> Vec<(SystemTime, u64, PathBuf)> {
         let entries = std::fs::read_dir(&self.runs).into_iter().flatten().flatten();
         let described = |entry: std::fs::DirEntry| {
-            let found = entry.metadata().ok()?; // not if another reader has just removed it
-            Some((found.modified().ok()?, 512 * found.blocks(), entry.path()))
+            let metadata = entry.metadata().ok()?; // not if another reader has just removed it
+            Some((metadata.modified().ok()?, 512 * metadata.blocks(), entry.path()))
         };
         entries.filter_map(described).collect()
     }
@@ -161,21 +161,21 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         if let Some((lock, path)) = &self.0 {
-            // A reader that has just opened the file locks one without a name, and finds that the run is there.
+            // A reader that has just opened the file locks an unlinked one, and then sees that the run exists.
             let _ = std::fs::remove_file(path);
             let _ = lock.unlock(); // a forked child may have the file open
         }
     }
 }
 
-/// Says which folders an earlier version of this program has left, once for each new folder.
+/// Lists the folders that an earlier version of this program left, once per new folder.
 fn mention_earlier(dir: &Path) {
     use std::io::Write;
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let earlier = entries.filter(|path| path.join("state").is_file() && path.join("lock").is_file());
     let names: String = earlier.map(|path| format!(" {}", path.display())).collect();
     if !names.is_empty() {
-        let note = format!("note: caches of an earlier version are not used any more; delete{names}");
+        let note = format!("note: caches of an earlier version are no longer used; delete{names}");
         let _ = writeln!(std::io::stderr(), "{note}"); // `eprintln` panics where standard error is closed
     }
 }
@@ -198,14 +198,14 @@ fn check_file_system(dir: &Path) -> Result<()> {
 fn kind_of(path: &Path) -> Option<Option<&'static str>> {
     let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).ok()?;
     // SAFETY: all bytes 0 are a valid `statfs`.
-    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the path ends with a zero, and the call writes only `found`; both outlive it.
-    (unsafe { libc::statfs(path.as_ptr(), &mut found) } == 0).then(|| shared_kind(&found))
+    let mut stats: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the path ends with a zero, and the call writes only `stats`; both outlive it.
+    (unsafe { libc::statfs(path.as_ptr(), &mut stats) } == 0).then(|| shared_kind(&stats))
 }
 
 #[cfg(target_os = "linux")]
-fn shared_kind(found: &libc::statfs) -> Option<&'static str> {
-    name_of(found.f_type as u32)
+fn shared_kind(stats: &libc::statfs) -> Option<&'static str> {
+    name_of(stats.f_type as u32)
 }
 
 #[cfg(target_os = "linux")]
@@ -229,8 +229,8 @@ fn name_of(magic: u32) -> Option<&'static str> {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn shared_kind(found: &libc::statfs) -> Option<&'static str> {
-    (found.f_flags & libc::MNT_LOCAL as u32 == 0).then_some("a network file system")
+fn shared_kind(stats: &libc::statfs) -> Option<&'static str> {
+    (stats.f_flags & libc::MNT_LOCAL as u32 == 0).then_some("a network file system")
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -238,12 +238,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_that_other_machines_share_are_refused() {
+    fn shared_file_systems_are_refused() {
         // ext4, XFS, Btrfs, tmpfs, overlayfs, ZFS, F2FS
         let local = [0xEF53, 0x5846_5342, 0x9123_683E, 0x0102_1994, 0x794C_7630, 0x2FC1_2FC1, 0xF2F5_2010];
         assert_eq!(name_of(0xFE53_4D42), Some("CIFS"));
         assert!(local.iter().all(|&magic| name_of(magic).is_none()));
-        // A folder that does not exist yet is where its nearest parent is.
+        // A folder that does not exist yet is on the file system of its nearest parent.
         let dir = tempfile::tempdir().unwrap();
         check_file_system(&dir.path().join("a/b")).unwrap();
         assert_eq!(kind_of(&dir.path().join("a")), None);

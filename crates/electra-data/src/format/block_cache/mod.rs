@@ -1,9 +1,9 @@
 //! A local cache of a corpus in an object store: one file per run of eight blocks, filled block by block.
 //!
-//! A block is what a checksum covers (64 KiB). A reader pins the blocks that it is about to use (`BlockCache::pin`):
-//! it maps their runs, verifies them and fetches what is absent. What it has mapped is protected by the system, which
-//! keeps the bytes of a file that is removed or replaced. So a full cache simply removes the files that were not used
-//! for longest (`folder`). Nothing on disk is trusted: a block that was lost or damaged counts as absent.
+//! A block is the unit of a checksum (64 KiB). A reader pins the blocks that it is about to use (`BlockCache::pin`):
+//! it maps their runs, verifies them and fetches absent blocks. The system protects mapped bytes:
+//! it keeps the bytes of a removed or replaced file. So a full cache simply removes the least recently used files
+//! (`folder`). Nothing on disk is trusted: a lost or damaged block counts as absent.
 
 mod file;
 mod folder;
@@ -29,17 +29,17 @@ use crate::error::{Error, Result};
 use crate::store::{Cancel, Request, Store};
 use crate::threads::lock;
 
-/// Bytes of what was read without being pinned first that stay mapped; a private cache keeps nothing else.
+/// Bytes read without a pin that stay mapped; a private cache keeps nothing else.
 const KEPT_BYTES: usize = if cfg!(test) { 4 << 20 } else { 1 << 30 };
-/// The most that one request asks for, unless it is a tail.
+/// Largest request, except for a tail.
 const REQUEST_BYTES: usize = 8 << 20;
-/// Runs that are claimed at the same time: each has a file open.
+/// Runs claimed at the same time; each has an open file.
 const MAX_CLAIMS: usize = 64;
-/// How often a damaged block is fetched before it becomes an error.
+/// Attempts to fetch a damaged block before it becomes an error.
 const ATTEMPTS: usize = 3;
-/// How often a reader checks whether another one has fetched a block.
+/// Interval at which a reader checks whether another reader has fetched a block.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// How often a reader that fetches shows that it is active.
+/// Interval at which a fetching reader shows that it is active.
 const TOUCH_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug)]
@@ -53,10 +53,10 @@ pub struct CacheOptions {
 pub(super) struct BlockCache {
     store: Store,
     manifest: Arc<Manifest>,
-    /// What the readers of this node share. A private cache has unnamed files instead, which last while they are mapped.
+    /// Shared by the readers of this node. A private cache has unnamed files instead, which last while they are mapped.
     folder: Option<Folder>,
     files: Mutex<HashMap<usize, Weak<CachedFile>>>,
-    kept: Mutex<VecDeque<Pin>>,
+    recent: Mutex<VecDeque<Pin>>,
 }
 
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ struct Want {
     blocks: u8,
 }
 
-/// Consecutive blocks of a run that are to be fetched.
+/// Consecutive blocks of a run to fetch.
 struct Part<'a> {
     want: &'a Want,
     blocks: u8,
@@ -78,8 +78,8 @@ struct Part<'a> {
 impl BlockCache {
     pub fn open(store: Store, manifest: &Arc<Manifest>, options: Option<&CacheOptions>) -> Result<Self> {
         let folder = options.map(|options| Folder::open(options, &manifest.checksum)).transpose()?;
-        let (files, kept) = (Mutex::default(), Mutex::default());
-        Ok(Self { store, manifest: manifest.clone(), folder, files, kept })
+        let (files, recent) = (Mutex::default(), Mutex::default());
+        Ok(Self { store, manifest: manifest.clone(), folder, files, recent })
     }
 
     pub fn dir(&self) -> Option<&Path> {
@@ -126,7 +126,7 @@ impl BlockCache {
         layout.expect("checked when the manifest was read")
     }
 
-    /// Maps ranges of bytes, and the tails of their files, until the result is dropped. Fetches what is absent.
+    /// Maps ranges of bytes, and the tails of their files, until the result is dropped. Fetches absent blocks.
     pub fn pin(&self, ranges: &[(Arc<CachedFile>, Range<usize>)], cancel: &Cancel) -> Result<Pins> {
         let (mut tails, mut runs) = (BTreeMap::new(), BTreeMap::new());
         for (file, range) in ranges {
@@ -142,7 +142,7 @@ impl BlockCache {
         Ok(Pins(tails.into_iter().chain(runs).map(|want| want.pin).collect()))
     }
 
-    /// Calls `read` with the bytes of a range, in pieces. What is not mapped is fetched, and stays mapped for a while.
+    /// Calls `read` with the bytes of a range, in pieces. Bytes that are not mapped are fetched and stay mapped for a while.
     #[inline]
     pub fn read(
         &self,
@@ -165,18 +165,18 @@ impl BlockCache {
     }
 
     fn keep(&self, pins: Pins) {
-        let mut kept = lock(&self.kept);
-        kept.extend(pins.0);
+        let mut recent = lock(&self.recent);
+        recent.extend(pins.0);
         let size = |pin: &Pin| RUN_BYTES + pin.file.tail_range().len();
-        let mut total: usize = kept.iter().map(size).sum();
+        let mut total: usize = recent.iter().map(size).sum();
         while total > KEPT_BYTES
-            && let Some(pin) = kept.pop_front()
+            && let Some(pin) = recent.pop_front()
         {
             total -= size(&pin);
         }
     }
 
-    /// Maps all blocks that are wanted. Readers of the same node that want the same ones share the work.
+    /// Maps all wanted blocks. Readers of the same node that want the same blocks share the work.
     fn fetch(&self, wants: &[Want], cancel: &Cancel) -> Result<()> {
         let start = Instant::now();
         let mut absent: Vec<&Want> = wants.iter().collect();
@@ -190,7 +190,7 @@ impl BlockCache {
             }
             let claims =
                 absent.iter().filter_map(|want| Some((*want, self.claim(&want.pin, start.elapsed())?)));
-            // Another reader may have fetched some of it before it was claimed.
+            // Another reader may have fetched some blocks before the claim.
             let parts = claims.take(MAX_CLAIMS).flat_map(|(want, claim)| self.parts(want, &Rc::new(claim)));
             let parts: Vec<_> = parts.collect();
             if parts.is_empty() {
@@ -264,7 +264,7 @@ impl BlockCache {
         Request { name, range: first.range.start as u64..last.range.end as u64, version: None }
     }
 
-    /// Writes a run with the blocks that were fetched, verifies and maps it, and shares it.
+    /// Writes a run with the fetched blocks, verifies and maps it, and shares it.
     fn accept(&self, part: &Part<'_>, bytes: &[u8]) -> Result<()> {
         let failed = |error| self.cannot_write(error);
         let Some(folder) = &self.folder else {
@@ -294,7 +294,7 @@ impl BlockCache {
         match &self.folder {
             Some(folder) => folder.cannot_write(error),
             None => {
-                let advice = format!("{error}: set TMPDIR to a folder that can be written and has more room");
+                let advice = format!("{error}: set TMPDIR to a writable folder with more free space");
                 Error::io(std::env::temp_dir(), std::io::Error::new(error.kind(), advice))
             }
         }
@@ -305,18 +305,18 @@ fn name_of(pin: &Pin) -> String {
     format!("{}.{}", pin.file.number, pin.run)
 }
 
-/// Maps the file of a run; an error if it is too short, as after a crash of the machine.
+/// Maps the file of a run; an error if it is too short, for example after a crash of the machine.
 fn map(pin: &Pin, file: &File) -> std::io::Result<Mmap> {
     let length = pin.file.run_range(pin.run).len();
     if file.metadata()?.len() != length as u64 {
         return Err(std::io::ErrorKind::UnexpectedEof.into());
     }
-    // SAFETY: this program never changes the file of a run once it is written, and reads only blocks that it has
-    // verified. As for any map, other programs could.
+    // SAFETY: this program never changes a run's file after writing it, and reads only blocks that it has
+    // verified. Other programs could change it, as with any map.
     unsafe { MmapOptions::new().len(length).map(file) }
 }
 
-/// Groups parts that follow each other in a file, for one request each.
+/// Groups adjacent parts of a file, one group per request.
 fn merged(parts: Vec<Part<'_>>) -> Vec<Vec<Part<'_>>> {
     let mut groups: Vec<Vec<Part<'_>>> = Vec::new();
     for part in parts {

@@ -7,7 +7,7 @@ use crate::format::header::BLOCK_BYTES;
 use crate::format::testing::write_corpus;
 use crate::store::test_server::{Fault, TestServer};
 
-/// A shard of 20 blocks of tokens, and their line lengths.
+/// A shard with 20 blocks of tokens, and its line lengths.
 fn corpus() -> (tempfile::TempDir, TestServer) {
     let dir = tempfile::tempdir().unwrap();
     let documents: Vec<Vec<Vec<u32>>> = (0..20).map(|number| vec![vec![5 + number; 32_768]]).collect();
@@ -32,9 +32,9 @@ fn pin(cache: &BlockCache, blocks: Range<usize>) -> Result<Pins> {
 }
 
 fn read(cache: &BlockCache, range: Range<usize>) -> Vec<u8> {
-    let mut found = Vec::new();
-    cache.read(&cache.file(0), range, |bytes| found.extend_from_slice(bytes)).unwrap();
-    found
+    let mut bytes_read = Vec::new();
+    cache.read(&cache.file(0), range, |bytes| bytes_read.extend_from_slice(bytes)).unwrap();
+    bytes_read
 }
 
 fn names(cache: &BlockCache) -> Vec<String> {
@@ -45,7 +45,7 @@ fn names(cache: &BlockCache) -> Vec<String> {
 }
 
 #[test]
-fn any_range_can_be_read_and_what_is_absent_is_fetched() {
+fn absent_blocks_of_any_range_are_fetched() {
     let (corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     let whole = std::fs::read(corpus.path().join("shard-000000-000.tokens")).unwrap();
@@ -63,7 +63,7 @@ fn any_range_can_be_read_and_what_is_absent_is_fetched() {
 }
 
 #[test]
-fn a_block_that_is_damaged_in_the_store_is_not_shared() {
+fn block_damaged_in_the_store_is_not_shared() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     let cache = open(&server, dir.path(), 1 << 40);
@@ -75,7 +75,7 @@ fn a_block_that_is_damaged_in_the_store_is_not_shared() {
 }
 
 #[test]
-fn what_is_pinned_survives_its_eviction_and_the_loss_of_the_folder() {
+fn pinned_blocks_survive_eviction_and_loss_of_the_folder() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     let (reader, other) = (open(&server, dir.path(), 1 << 40), open(&server, dir.path(), 0));
@@ -86,15 +86,15 @@ fn what_is_pinned_survives_its_eviction_and_the_loss_of_the_folder() {
     std::fs::remove_dir_all(reader.dir().unwrap()).unwrap();
     let served = server.bytes_served("");
     assert!(read(&reader, BLOCK_BYTES..10 * BLOCK_BYTES) == before && server.bytes_served("") == served);
-    pin(&reader, 0..1).unwrap(); // with the blocks that are mapped
+    pin(&reader, 0..1).unwrap(); // includes the mapped blocks
     assert_eq!(names(&reader), ["0.0"]);
     drop(pins);
-    lock(&reader.kept).clear();
+    lock(&reader.recent).clear();
     assert!(read(&reader, BLOCK_BYTES..10 * BLOCK_BYTES) == before && server.bytes_served("") > served);
 }
 
 #[test]
-fn eviction_takes_what_was_not_used_for_longest() {
+fn least_recently_used_runs_are_evicted() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     let cache = open(&server, dir.path(), 13 * BLOCK_BYTES as u64);
@@ -109,7 +109,7 @@ fn eviction_takes_what_was_not_used_for_longest() {
 }
 
 #[test]
-fn a_suspended_reader_holds_up_nobody_for_ever_and_a_killed_one_not_at_all() {
+fn suspended_or_killed_reader_does_not_block_others() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     let (reader, suspended) = (open(&server, dir.path(), 1 << 40), open(&server, dir.path(), 1 << 40));
@@ -119,7 +119,7 @@ fn a_suspended_reader_holds_up_nobody_for_ever_and_a_killed_one_not_at_all() {
     let tail = pin(&reader, 0..0).unwrap();
     assert!((PATIENCE..4 * PATIENCE).contains(&start.elapsed()));
     drop((tail, claim));
-    std::fs::write(reader.dir().unwrap().join("runs/0.0.lock"), "").unwrap(); // left by a killed one
+    std::fs::write(reader.dir().unwrap().join("runs/0.0.lock"), "").unwrap(); // left by a killed reader
     let start = Instant::now();
     pin(&reader, 0..1).unwrap();
     assert!(start.elapsed() < PATIENCE);
@@ -132,13 +132,13 @@ fn a_suspended_reader_holds_up_nobody_for_ever_and_a_killed_one_not_at_all() {
 }
 
 #[test]
-fn a_full_disk_is_one_line_with_advice_that_helps() {
+fn full_disk_is_reported_with_a_remedy() {
     let (_corpus, server) = corpus();
     let dir = tempfile::tempdir().unwrap();
     for (options, kind, advice) in [
         (true, ErrorKind::StorageFull, "lower data.cache_bytes (99 now) or choose another data.cache_dir"),
         (true, ErrorKind::PermissionDenied, "choose another data.cache_dir"),
-        (false, ErrorKind::StorageFull, "set TMPDIR to a folder that can be written and has more room"),
+        (false, ErrorKind::StorageFull, "set TMPDIR to a writable folder with more free space"),
     ] {
         let options = options.then(|| CacheOptions { dir: dir.path().to_owned(), bytes: 99 });
         let error = open_with(&server, options.as_ref()).cannot_write(IoError::from(kind)).to_string();

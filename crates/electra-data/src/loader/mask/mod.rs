@@ -1,4 +1,4 @@
-//! Which tokens of a row are masked: `tokens`, `with-repeats` and `80-10-10` here, masks of words in `words`.
+//! Masking the tokens of a row: `tokens`, `with-repeats` and `80-10-10` here, masks of words in `words`.
 //!
 //! Works on a finished row, with special tokens and padding. The number of masked tokens is exact, and
 //! positions come from a partial shuffle of the candidates, so the cost is one pass over the row plus a few
@@ -16,7 +16,7 @@ const REPEATS_MASKED: u32 = probability(0.85);
 const BERT_MASKED: u32 = probability(0.8);
 const BERT_MASKED_OR_RANDOM: u32 = probability(0.9);
 
-/// Tokens checked at a time when candidates are listed.
+/// Tokens checked together when candidates are listed.
 const CHUNK: usize = 8;
 
 impl Masking {
@@ -62,7 +62,7 @@ pub(super) struct Masker {
 }
 
 impl Masker {
-    /// A masker of rows of `sequence_length` tokens (at most 65,535). `word_starts` says for each id whether it begins
+    /// A masker of rows of `sequence_length` tokens (at most 65,535). `word_starts` has a flag for each id that begins
     /// a word, for the maskings that need it.
     pub fn new(
         masking: Masking,
@@ -139,28 +139,28 @@ impl Masker {
     /// tokens have none of these and are listed at once, in vector registers.
     fn find_candidates(&mut self, row: &[i32]) -> usize {
         let (chunks, rest) = row.as_chunks::<CHUNK>();
-        let mut found = 0;
+        let mut count = 0;
         for (number, chunk) in chunks.iter().enumerate() {
             let start = number * CHUNK;
             if chunk.iter().fold(false, |any, &token| any | self.is_special(token)) {
-                found = self.list_one_by_one(chunk, start, found);
+                count = self.list_one_by_one(chunk, start, count);
             } else {
-                let list = &mut self.candidates[found..found + CHUNK];
+                let list = &mut self.candidates[count..count + CHUNK];
                 for (slot, position) in list.iter_mut().zip(start as u16..) {
                     *slot = position;
                 }
-                found += CHUNK;
+                count += CHUNK;
             }
         }
-        self.list_one_by_one(rest, row.len() - rest.len(), found)
+        self.list_one_by_one(rest, row.len() - rest.len(), count)
     }
 
-    fn list_one_by_one(&mut self, tokens: &[i32], start: usize, mut found: usize) -> usize {
+    fn list_one_by_one(&mut self, tokens: &[i32], start: usize, mut count: usize) -> usize {
         for (position, &token) in (start..).zip(tokens) {
-            self.candidates[found] = position as u16;
-            found += usize::from(!self.is_special(token));
+            self.candidates[count] = position as u16;
+            count += usize::from(!self.is_special(token));
         }
-        found
+        count
     }
 
     #[inline]

@@ -1,4 +1,4 @@
-//! Masks against their rules and stated distributions.
+//! Masks compared with their rules and documented distributions.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,7 +14,7 @@ const CASES: u32 = 20_000;
 const ALL: [Masking; 5] =
     [Masking::Tokens, Masking::WithRepeats, Masking::EightyTenTen, Masking::WholeWord, Masking::Span];
 
-/// Even ids begin words, odd ones continue them.
+/// A masker for ids that begin words if even and continue words if odd.
 fn masker(masking: Masking, prob: f64, length: usize) -> Masker {
     let starts: Vec<bool> = (0..VOCAB).map(|id| id % 2 == 0).collect();
     Masker::new(masking, prob, length, TOKENS, VOCAB, Some(&starts))
@@ -58,7 +58,7 @@ fn near(value: f64, expected: f64, tolerance: f64) {
     assert!((value - expected).abs() < tolerance, "{value} is not {expected}");
 }
 
-/// Asserts that chi-squared of counts that should be equal is less than four standard deviations above its mean.
+/// Asserts that chi-squared of counts with equal expectations is less than four standard deviations above its mean.
 fn assert_even(counts: &[f64]) {
     let mean = counts.iter().sum::<f64>() / counts.len() as f64;
     let chi2: f64 = counts.iter().map(|count| (count - mean).powi(2) / mean).sum();
@@ -66,7 +66,7 @@ fn assert_even(counts: &[f64]) {
     assert!((chi2 - freedom) / (2.0 * freedom).sqrt() < 4.0, "{counts:?}");
 }
 
-/// The words of a row, by another way than the masker's: between separators, runs that begin at even ids.
+/// The words of a row, computed differently from the masker: between separators, runs that begin at even ids.
 fn words(row: &[i32]) -> Vec<Vec<usize>> {
     let mut words: Vec<Vec<usize>> = Vec::new();
     let mut separated = true;
@@ -86,7 +86,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(3000))]
 
     #[test]
-    fn ordinary_tokens_are_masked_in_whole_words_and_all_is_recorded(
+    fn ordinary_tokens_are_masked_in_whole_words_and_recorded(
         inner in prop::collection::vec(prop_oneof![1..5_i32, 5..900_i32, 5..40_i32, Just(7)], 1..100),
         prob in 0.01..0.99_f64, number: u32, masking in prop::sample::select(ALL.to_vec()),
     ) {
@@ -108,7 +108,7 @@ proptest! {
         prop_assert!(positions[count..].iter().chain(&originals[count..]).all(|&value| value == 0));
         let of_words = matches!(masking, Masking::WholeWord | Masking::Span);
         if !of_words || words.iter().all(|word| word.len() > wanted) {
-            // Tokens are masked one by one, also if no word fits.
+            // If no word fits, tokens are masked one by one.
             let candidates = words.concat().len();
             let all = masking == Masking::WithRepeats && candidates > 0;
             prop_assert_eq!(count, if all { wanted } else { wanted.min(candidates) });
@@ -124,7 +124,7 @@ proptest! {
 }
 
 #[test]
-fn slots_and_counts_are_the_published_ones() {
+fn slots_and_counts_match_the_published_code() {
     for masking in &ALL[1..] {
         let slots = [(128, 0.15), (512, 0.15), (512, 0.25), (8, 0.01)].map(|(n, p)| masking.slots(n, p));
         assert_eq!(slots, [19, 79, 130, 1]);
@@ -139,23 +139,23 @@ fn slots_and_counts_are_the_published_ones() {
 #[test]
 fn repeats_are_drawn_with_replacement() {
     let mut masker = masker(Masking::WithRepeats, 0.15, 128);
-    let (mut distinct, mut kept) = (0, 0);
+    let (mut distinct, mut unchanged) = (0, 0);
     for number in 0..CASES {
         let result = masked(&mut masker, &row_of(128), number);
         let mut times = [0; 128];
         result.positions.iter().for_each(|&position| times[position as usize] += 1);
         distinct += times.iter().filter(|&&n| n > 0).count();
-        kept += (0..128).filter(|&position| times[position] == 1 && result.row[position] == 10).count();
+        unchanged += (0..128).filter(|&position| times[position] == 1 && result.row[position] == 10).count();
     }
     let cases = f64::from(CASES);
     near(distinct as f64 / cases, 17.69, 0.04); // 126 (1 - (125/126)^19)
     let singles = 19.0 * (125.0_f64 / 126.0).powi(18) * cases;
-    near(kept as f64 / singles, 0.15, 0.003);
+    near(unchanged as f64 / singles, 0.15, 0.003);
     assert_even(&counts(&mut masker, &row_of(128))[1..127]);
 }
 
 #[test]
-fn eighty_ten_ten_are_masked_random_and_kept() {
+fn eighty_ten_ten_masks_replaces_and_keeps() {
     let mut masker = masker(Masking::EightyTenTen, 0.15, 128);
     let (mut mask, mut random_ids) = (0.0, vec![0.0; 10]);
     for number in 0..CASES {
@@ -176,7 +176,7 @@ fn eighty_ten_ten_are_masked_random_and_kept() {
 }
 
 #[test]
-fn every_pair_of_positions_is_masked_alike_and_spans_do_not_cross_separators() {
+fn pairs_of_positions_are_masked_equally_often_and_spans_do_not_cross_separators() {
     let separated = vec![2, 10, 3, 2, 10, 3, 2, 10, 3, 2, 10, 3];
     for (masking, prob, row) in [(Masking::Tokens, 0.3, row_of(6)), (Masking::Span, 0.17, separated)] {
         let mut masker = masker(masking, prob, row.len() + 1);
@@ -195,36 +195,36 @@ fn every_pair_of_positions_is_masked_alike_and_spans_do_not_cross_separators() {
 fn words_of_equal_length_are_equally_likely() {
     let lengths: Vec<usize> = (0..40).map(|word| 1 + word % 2 * 2).collect();
     let row = row(&lengths);
-    let found = counts(&mut masker(Masking::WholeWord, 0.15, 128), &row);
+    let frequencies = counts(&mut masker(Masking::WholeWord, 0.15, 128), &row);
     for length in [1, 3] {
         let of_length = words(&row).into_iter().filter(|word| word.len() == length);
-        assert_even(&of_length.map(|word| found[word[0]]).collect::<Vec<_>>());
+        assert_even(&of_length.map(|word| frequencies[word[0]]).collect::<Vec<_>>());
     }
-    // One endless word is masked token by token.
+    // A single very long word is masked token by token.
     assert_even(&counts(&mut masker(Masking::Span, 0.15, 128), &self::row(&[126]))[1..127]);
 }
 
 #[test]
-fn spans_mask_all_but_the_first_words_of_a_segment_alike() {
-    let found = counts(&mut masker(Masking::Span, 0.15, 128), &row_of(122));
-    assert_even(&found[3..119]);
-    // The first word is masked only if an n-gram begins with it: 11/18 as often, but for overlaps and the budget.
-    let middle = found[3..119].iter().sum::<f64>() / 116.0;
-    near(found[1] / middle, 11.0 / 18.0, 0.08);
+fn spans_mask_all_words_equally_often_except_at_segment_starts() {
+    let frequencies = counts(&mut masker(Masking::Span, 0.15, 128), &row_of(122));
+    assert_even(&frequencies[3..119]);
+    // The first word is masked only if an n-gram begins with it: 11/18 as often, apart from overlaps and the budget.
+    let middle = frequencies[3..119].iter().sum::<f64>() / 116.0;
+    near(frequencies[1] / middle, 11.0 / 18.0, 0.08);
 }
 
 #[test]
-fn lengths_of_spans_are_proportional_to_their_inverse() {
+fn span_lengths_are_inversely_proportional_to_their_frequency() {
     let mut begun = [0.0; MAX_SPAN];
     let mut masker = masker(Masking::Span, 0.003, 1002);
     for number in 0..CASES {
-        // Three tokens, so that the budget cuts off no first n-gram.
+        // Three tokens, so that the budget does not truncate a first n-gram.
         let result = masked(&mut masker, &row_of(1002), number);
         assert_eq!(result.count, 3);
         let run = (1..3).take_while(|&n| result.positions[n] == result.positions[0] + n as i32).count();
         begun[run] += 1.0;
     }
-    for (found, share) in begun.into_iter().zip([6.0, 3.0, 2.0]) {
-        near(found / f64::from(CASES), share / 11.0, 0.014);
+    for (frequency, share) in begun.into_iter().zip([6.0, 3.0, 2.0]) {
+        near(frequency / f64::from(CASES), share / 11.0, 0.014);
     }
 }

@@ -1,17 +1,17 @@
 //! Masks of whole words: `whole-word` and `span` masking.
 //!
-//! A word is a token that begins one and those that continue it. Special tokens end words, and after one any
-//! token begins a word, since rows may be cut inside words. Words are visited in random order; one that no
+//! A word is a token that begins a word, and the tokens that continue it. Special tokens end words, and after one any
+//! token begins a word, since rows may be cut inside words. Words are visited in random order; a word that no
 //! longer fits into the row's budget is skipped, as BERT's whole-word masking does.
 //!
-//! `span` takes n words from the one that is visited on, with P(n) proportional to 1/n for n up to 3, as
-//! DeBERTa's n-gram masks. DeBERTa has one n-gram per window of words and stops at the budget from left to
-//! right; here they are anywhere, so all parts of a row are masked alike. Where a special token, a masked
-//! word or the budget comes earlier, an n-gram ends there.
+//! `span` masks n words starting with the visited word, with P(n) proportional to 1/n for n up to 3, like
+//! DeBERTa's n-gram masks. DeBERTa has one n-gram per window of words and goes from left to right until the budget is
+//! used up; here n-grams can be anywhere, so all parts of a row are masked equally often. An n-gram ends early at a special
+//! token, a masked word or the end of the budget.
 
 use crate::philox::Stream;
 
-/// The most words in an n-gram.
+/// Maximum number of words in an n-gram.
 pub(super) const MAX_SPAN: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl WordMasker {
         Self { mask: specials[2], max_words, kinds, starts, order: vec![0; sequence_length] }
     }
 
-    /// Masks at most as many tokens as there are `positions`; returns how many, 0 if no word is short enough.
+    /// Masks at most `positions.len()` tokens; returns their number, 0 if no word is short enough.
     pub fn apply(
         &mut self,
         row: &mut [i32],
@@ -93,7 +93,7 @@ impl WordMasker {
     }
 
     /// The end of the longest run of words from `first` to before `last` that has at most `budget` tokens,
-    /// none of them special or masked; where `first` starts, if there is none.
+    /// none of them special or masked; the start of `first` if there is no such run.
     fn end(&self, row: &[i32], first: usize, last: usize, budget: usize) -> usize {
         let start = usize::from(self.starts[first]);
         let mut end = start;

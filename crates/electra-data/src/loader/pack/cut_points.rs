@@ -1,15 +1,15 @@
-//! Where documents may be cut into rows (`cut_at`): at any token, at words, or at lines.
+//! Positions at which documents may be cut into rows (`cut_at`): any token, words, or lines.
 
 use std::sync::Arc;
 
 use crate::error::Result;
 use crate::format::Shard;
 
-/// Tokens read at a time when the start of a word is searched.
+/// Tokens read at a time in the search for the start of a word.
 const STRIDE: u32 = 16;
 
 pub(super) enum CutPoints {
-    /// Starts of words: for each id, whether it begins one.
+    /// Starts of words: a flag for each id that begins a word.
     Words(Arc<[bool]>),
     Lines {
         lengths: Vec<u32>,
@@ -22,8 +22,8 @@ impl CutPoints {
         Self::Lines { lengths: Vec::new(), starts: Vec::new() }
     }
 
-    /// Where a block begins or ends: `edge` moved back to a cut point or the start of its document, if one is at most
-    /// `reach` tokens away. Nothing else matters, so neighboring blocks agree, and edges keep their order.
+    /// The start or end of a block: `edge` moved back to a cut point or the start of its document, if one is at most
+    /// `reach` tokens away. It depends on nothing else, so neighboring blocks agree, and edges keep their order.
     pub fn snap(&mut self, shard: &Shard, edge: u32, reach: u32) -> Result<u32> {
         if u64::from(edge) == shard.num_tokens() {
             return Ok(edge);
@@ -54,7 +54,7 @@ impl CutPoints {
         Ok(first)
     }
 
-    /// The last cut point among the tokens `after + 1..=at` of the document that was entered.
+    /// The last cut point among the tokens `after + 1..=at` of the current document.
     pub fn last(&self, shard: &Shard, after: u32, at: u32) -> Result<Option<u32>> {
         match self {
             Self::Words(starts) => last_word(shard, starts, after, at),
@@ -73,8 +73,8 @@ fn last_word(shard: &Shard, word_starts: &[bool], after: u32, at: u32) -> Result
         let ids = &mut ids[..(end - start) as usize];
         shard.copy_tokens(start.into(), ids)?;
         let begins_word = |&id: &i32| word_starts.get(id as usize).copied().unwrap_or(true);
-        if let Some(found) = ids.iter().rposition(begins_word) {
-            return Ok(Some(start + found as u32));
+        if let Some(position) = ids.iter().rposition(begins_word) {
+            return Ok(Some(start + position as u32));
         }
         end = start;
     }

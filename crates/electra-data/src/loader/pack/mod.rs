@@ -1,8 +1,8 @@
-//! Packing documents into rows: the packers, and what they produce.
+//! Packing documents into rows: the packers and their results.
 //!
 //! A packer works on one block (a range of a shard's tokens) at a time. Its rows are a pure function of corpus, row
-//! length, seed, epoch and block. `best_fit` keeps every token and fills rows; `examples` builds examples as the
-//! published code does.
+//! length, seed, epoch and block. `best_fit` keeps every token and fills rows; `examples` builds examples like the
+//! published code.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ mod best_fit;
 mod cut_points;
 mod examples;
 
-/// Tokens beyond the edge of a block that are fetched with it. What lies further away is fetched when it is read.
+/// Tokens beyond the edge of a block that are fetched with it. Tokens further away are fetched when they are read.
 const MARGIN: u32 = 256;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) enum Boundary {
     NewSegment,
     /// The second text of the segment: `[SEP]` before the span, token type 1 from the span on.
     SecondText,
-    /// Nothing: the span continues the text.
+    /// None: the span continues the text.
     Continuation,
 }
 
@@ -50,13 +50,13 @@ pub(super) struct Span {
 const _: () = assert!(size_of::<Span>() == 8);
 
 impl Span {
-    /// Positions that the span takes in its row, with its special tokens.
+    /// Positions of the span in its row, including its special tokens.
     pub fn num_positions(&self) -> usize {
         usize::from(self.len) + self.boundary.num_specials()
     }
 }
 
-/// The part of a Philox counter that the random numbers of a block depend on besides the seed.
+/// The part of a Philox counter that determines a block's random numbers, together with the seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RngCounter {
     pub epoch: u32,
@@ -124,7 +124,7 @@ impl Packer {
         }
     }
 
-    /// How many tokens before and after a block it reads in most cases: edges move to words, documents reach beyond.
+    /// Tokens that the packer usually reads before and after a block: edges move to words, and documents reach beyond.
     pub fn margins(&self) -> (u32, u32) {
         match self {
             Self::BestFit(_) => (0, 0),

@@ -1,8 +1,8 @@
-//! The file of an input group's hashes, in buckets by their first byte: so the hashes of all groups are compared bucket
-//! by bucket, and each is read once.
+//! The file of an input group's hashes, in buckets by first byte: so the hashes of all groups are compared bucket
+//! by bucket, and each hash is read once.
 //!
-//! A head; the first byte of every hash, in order, which tells the order of the buckets' entries; and bucket by bucket
-//! the other seven bytes, in order. A checksum ends each of these pieces. A hash takes 8 bytes in all.
+//! The file has a head; the first byte of every hash, which gives the order of the buckets' entries; and, by bucket,
+//! the other seven bytes, in order. Each of these pieces ends with a checksum. A hash takes 8 bytes in total.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(super) const BUCKETS: usize = 1 << 8;
 pub(super) const HASH: usize = size_of::<u64>();
 const REST: usize = HASH - 1;
-/// Bytes of the head: where buckets end, the hash of all hashes, a checksum.
+/// Bytes of the head: the ends of the buckets, the hash of all hashes, a checksum.
 const HEAD: usize = BUCKETS * size_of::<u32>() + 2 * HASH;
 
 pub(super) struct Head {
@@ -55,18 +55,18 @@ impl Head {
         self.first_bytes().end + (self.end(bucket) * REST + bucket * HASH) as u64
     }
 
-    /// Calls `each` with the number and value of each hash in `range(buckets)`; `None` if these bytes are damaged.
+    /// Calls `visit` with the number and value of each hash in `range(buckets)`; `None` if these bytes are damaged.
     pub fn for_each(
         &self,
         buckets: &Range<usize>,
         mut bytes: &[u8],
-        mut each: impl FnMut(usize, u64),
+        mut visit: impl FnMut(usize, u64),
     ) -> Option<()> {
         for bucket in buckets.clone() {
             let numbers = self.numbers(&(bucket..bucket + 1));
             let (piece, rest) = bytes.split_at_checked(numbers.len() * REST + HASH)?;
             for (number, rest) in numbers.zip(unsealed(piece)?.as_chunks::<REST>().0) {
-                each(number, joined(bucket, rest));
+                visit(number, joined(bucket, rest));
             }
             bytes = rest;
         }
@@ -84,7 +84,7 @@ impl Head {
     }
 }
 
-/// The bytes of the file of these hashes, each as 8 bytes, least significant first; `None` if there are 2^32 of them.
+/// The bytes of the file for these hashes of 8 little-endian bytes; `None` for 2^32 hashes or more.
 pub(super) fn to_bytes(hashes: &[u8]) -> Option<Vec<u8>> {
     let (hashes, _) = hashes.as_chunks::<HASH>();
     let mut ends = vec![0_u32; BUCKETS];

@@ -1,4 +1,4 @@
-//! What is counted of an input group, how it is stored beside its record, and the counts of a whole corpus.
+//! The counts of an input group, their file in the folder of records, and the counts of a whole corpus.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,32 +9,32 @@ use crate::format::{FileEntry, hash_hex};
 use crate::prepare::output_dir::{OutputDir, part_request, total};
 use crate::prepare::progress::Step;
 
-/// Distinct documents, or lines, that are counted exactly in an input group …
+/// Maximum number of distinct documents, or lines, that are counted exactly in an input group …
 const GROUP_CAPACITY: usize = 1 << 18;
-/// … and in a corpus. Of more, a sample of half to all of so many is counted.
+/// … and in a corpus. Of more, a sample of between half this number and this number is counted.
 const CORPUS_CAPACITY: usize = 1 << 22;
-/// Those that are stored for all input groups: more are read for nothing in the end. Each group stores `MIN_STORED`.
+/// Maximum number stored for all input groups; more would never be used. Each group stores at least `MIN_STORED`.
 const MAX_STORED: usize = 1 << 26;
 const MIN_STORED: usize = 1 << 12;
 const NAMED: usize = 10;
 
-/// How often text is repeated in a corpus, as it was read.
+/// Repetitions in the text of a corpus, as read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Repeats {
     pub documents: RepeatCount,
     pub lines: RepeatCount,
     pub most_repeated: Vec<RepeatedLine>,
-    /// A line occurs at most so many times more than is said, unless all distinct lines were counted (`lines.sampled` is
-    /// 1). A line that is not named occurs at most so often, or less than those that are.
+    /// Upper bound on the uncounted occurrences of a listed line, unless all distinct lines were counted (`lines.sampled`
+    /// is 1). An unlisted line occurs at most this often, or less than the listed lines.
     pub most_repeated_error: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RepeatCount {
     pub total: u64,
-    /// Those that have occurred before; an estimate if `sampled` is not 1.
+    /// Repeated occurrences; an estimate if `sampled` is not 1.
     pub repeated: u64,
-    /// One in how many of the distinct ones was counted.
+    /// N if one in N of the distinct texts was counted.
     pub sampled: u64,
 }
 
@@ -128,7 +128,7 @@ impl Counts {
         Ok(bytes)
     }
 
-    /// Adds what was counted in an input group; `None` if `into_bytes` did not write this.
+    /// Adds the counts of an input group; `None` if `into_bytes` did not write them.
     fn merge(&mut self, bytes: &[u8]) -> Option<()> {
         let (length, rest) = bytes.split_first_chunk()?;
         let (head, entries) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
@@ -176,7 +176,7 @@ pub(crate) fn merge(out: &OutputDir, files: &[FileEntry], step: &Step) -> Result
                 return Err(out.damaged(&file.file));
             }
             all.merge(&bytes).ok_or_else(|| {
-                let message = "another version of electra-fast has begun this corpus; start in another --out";
+                let message = "another version of electra-fast began this corpus; choose another --out";
                 Error::Input(message.to_owned())
             })
         })

@@ -1,4 +1,4 @@
-//! Which documents or lines of a corpus are not the first of their kind, decided by the hashes of all of them.
+//! Finds the documents or lines of a corpus that are repetitions, by the hashes of all of them.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::prepare::output_dir::{BUCKETED, DROPS, OutputDir, part_file, part_pat
 use crate::prepare::place::Sizes;
 use crate::prepare::progress::Step;
 
-/// Hashes that are held at a time, in about 300 MB.
+/// Hashes in memory at the same time, about 300 MB.
 const HELD: u64 = 29_000_000;
 const WRITTEN: usize = 256;
 
@@ -36,7 +36,7 @@ impl Drops {
         bytes
     }
 
-    /// What is left out of an input group, if it was decided by hashes with this digest.
+    /// The duplicates of an input group, if they were found with hashes of this digest.
     pub fn read(out: &OutputDir, input_group: usize, digest: &str) -> Result<Option<Self>> {
         let bytes = out.place.read(&part_path(&part_file(input_group, DROPS)))?;
         Ok(bytes.and_then(|bytes| Self::parse(&bytes, digest)))
@@ -50,7 +50,7 @@ impl Drops {
     }
 }
 
-/// A bit for each document or line, the lowest of a byte first.
+/// A bit for each document or line, the lowest bit of a byte first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Bits(Vec<u8>);
 
@@ -72,7 +72,7 @@ pub(crate) fn digest(files: &[FileEntry]) -> String {
     hash_hex(files.iter().map(|file| &*file.hash).collect::<String>().as_bytes())
 }
 
-/// Stores hashes of 8 bytes. The entry has the hash of these: the pieces of the file have checksums.
+/// Stores hashes of 8 bytes. The entry has the digest of the hashes: the pieces of the file have checksums.
 pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) -> Result<FileEntry> {
     let bytes = to_bytes(hashes).ok_or_else(|| {
         Error::Input(format!("input group {input_group} has 2^32 lines or more; divide its file"))
@@ -82,19 +82,19 @@ pub(super) fn save_hashes(out: &OutputDir, input_group: usize, hashes: &[u8]) ->
     Ok(FileEntry { file, bytes: bytes.len() as u64, hash })
 }
 
-/// Decides what is left out, from the hashes of all input groups in order, and stores it unless it is stored.
+/// Finds the duplicates, from the hashes of all input groups in order, and stores them unless they are stored.
 pub(crate) fn decide(out: &OutputDir, files: &[FileEntry], sizes: &Sizes, step: &Step) -> Result<()> {
     let digest = digest(files);
     if are_known(out, files.len(), sizes, &digest, step)? {
         return Ok(());
     }
     step.begin("finding duplicates", files.iter().map(|file| file.bytes).sum());
-    let mut read = |ranges: &[(usize, Range<u64>)], each: &mut Each| {
+    let mut read = |ranges: &[(usize, Range<u64>)], receive: &mut Each| {
         let request = |(group, range): &(usize, Range<u64>)| part_request(&files[*group].file, range.clone());
         let requests: Vec<_> = ranges.iter().map(request).collect();
         out.place.read_batches(step, &requests, |start, pieces| {
             let mut pieces = ranges[start..].iter().zip(pieces);
-            let damaged = pieces.find(|((group, _), piece)| !each(*group, piece));
+            let damaged = pieces.find(|((group, _), piece)| !receive(*group, piece));
             damaged.map_or(Ok(()), |((group, _), _)| Err(out.damaged(&files[*group].file)))
         })
     };
@@ -114,7 +114,7 @@ fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, st
     };
     let Some(requests) = (0..num_groups).map(whole).collect::<Option<Vec<_>>>() else { return Ok(false) };
     let mut are_known = true;
-    step.begin("reading which duplicates were found", total(&requests));
+    step.begin("reading the list of duplicates", total(&requests));
     out.place.read_batches(step, &requests, |_, files| {
         are_known &= files.iter().all(|bytes| Drops::parse(bytes, digest).is_some());
         Ok(())
@@ -122,11 +122,11 @@ fn are_known(out: &OutputDir, num_groups: usize, sizes: &Sizes, digest: &str, st
     Ok(are_known)
 }
 
-/// Takes a range of the file of an input group; returns whether it is sound.
+/// Receives a range of an input group's file; returns whether it is sound.
 pub(super) type Each<'a> = dyn FnMut(usize, &[u8]) -> bool + 'a;
 pub(super) type Read<'a> = dyn FnMut(&[(usize, Range<u64>)], &mut Each) -> Result<()> + 'a;
 
-/// Finds hashes that have occurred before in files of these lengths; holds about `held` at a time, or a bucket's.
+/// Finds repeated hashes in files of these lengths; holds about `held` hashes at a time, or one bucket.
 pub(super) fn find(
     lengths: &[u64],
     held: u64,
@@ -136,7 +136,7 @@ pub(super) fn find(
     let mut heads = Vec::new();
     let ranges: Vec<_> = (0..lengths.len()).map(|group| (group, Head::RANGE)).collect();
     read(&ranges, &mut |group, bytes| Head::parse(bytes, lengths[group]).map(|h| heads.push(h)).is_some())?;
-    // By bucket, until the order is known.
+    // In bucket order, until the order of occurrence is known.
     let mut repeated: Vec<_> = heads.iter().map(|head| Bits::new(head.len())).collect();
     for buckets in passes(&heads, held) {
         let num_hashes = heads.iter().map(|head| head.numbers(&buckets).len() as u64).sum::<u64>();
@@ -156,15 +156,15 @@ pub(super) fn find(
     for ranges in ranges.chunks(WRITTEN) {
         let mut drops = Vec::new();
         read(ranges, &mut |group, bytes| {
-            let found = in_order(&heads[group], bytes, &repeated[group]);
-            found.map(|found| drops.push((group, found))).is_some()
+            let group_drops = in_order(&heads[group], bytes, &repeated[group]);
+            group_drops.map(|group_drops| drops.push((group, group_drops))).is_some()
         })?;
         save(drops)?;
     }
     Ok(())
 }
 
-/// Buckets that are compared at a time: they have about `held` hashes.
+/// Buckets that are compared at the same time: they have about `held` hashes.
 fn passes(heads: &[Head], held: u64) -> Vec<Range<usize>> {
     let of_bucket = |bucket| heads.iter().map(|head| head.numbers(&(bucket..bucket + 1)).len() as u64).sum();
     let (mut passes, mut sum): (Vec<Range<usize>>, u64) = (Vec::new(), 0);

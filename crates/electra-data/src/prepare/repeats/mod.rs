@@ -1,8 +1,8 @@
-//! Repeated text: counting exact duplicates of documents and lines while they are read, and leaving them out.
+//! Repeated text: counting exact duplicates of documents and lines while they are read, and dropping them.
 //!
-//! Every pass watches the lines of each input group in order (`watch`), as 64-bit hashes (`hasher`). Building counts
-//! them (`counts`). To leave duplicates out, a first pass stores the hashes (`buckets`), `drops` decides by those of all
-//! input groups which occurrences are not the first, and building leaves these out.
+//! Every pass observes the lines of each input group in order (`watch`), as 64-bit hashes (`hasher`). Building counts
+//! them (`counts`). To drop duplicates, a first pass stores the hashes (`buckets`), `drops` finds all repetitions by the
+//! hashes of all input groups, and building drops them.
 
 mod buckets;
 mod counts;

@@ -1,15 +1,15 @@
 //! The most repeated lines with their text, in bounded memory (Anderson et al., "A High-Performance Algorithm for
 //! Identifying Frequent Items in Data Streams", 2017): whenever there are too many lines, their median count is
-//! subtracted from all counts, and lines without a count are forgotten. Such summaries can be added.
+//! subtracted from all counts, and lines with count zero are dropped. Such summaries can be added.
 
 use ahash::AHashMap;
 use serde::{Deserialize, Serialize};
 
 use crate::input::character_boundary;
 
-/// Lines that are kept at least, and half of those that are kept at most.
+/// Minimum number of lines to keep, and half the maximum.
 const KEPT: usize = 1 << 13;
-/// Bytes of text that are kept of a line.
+/// Bytes of text kept of a line.
 pub(super) const TEXT_BYTES: usize = 200;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,9 +22,9 @@ pub(super) struct Line {
 #[derive(Debug, Default)]
 pub(super) struct Frequent {
     counts: AHashMap<u64, u64>,
-    /// Those of lines that have occurred again while they were counted.
+    /// Texts of lines that occurred again while they were counted.
     texts: AHashMap<u64, Box<str>>,
-    /// A line has occurred at most so many times more than is counted.
+    /// Upper bound on the uncounted occurrences of a line.
     error: u64,
 }
 
@@ -63,20 +63,20 @@ impl Frequent {
         }
     }
 
-    /// The lines that are repeated, by hash, and how many times more they, and others, occur at most.
+    /// The repeated lines, by hash, and an upper bound on their, and other lines', uncounted occurrences.
     pub fn repeated(&self) -> (Vec<Line>, u64) {
         let lines = self.texts.iter();
         let lines = lines.map(|(&hash, text)| Line { hash, count: self.counts[&hash], text: text.clone() });
         let mut lines: Vec<Line> = lines.collect();
         lines.sort_unstable_by_key(|line| line.hash);
-        // Lines that have occurred once are not among them.
+        // Without lines that occurred only once.
         (lines, self.error + 1)
     }
 }
 
 const MAX_PENDING: usize = 1 << 10;
 
-/// Hashes up to a limit, with how often each occurs.
+/// Hashes up to a limit, with their counts.
 #[derive(Clone, Debug)]
 pub(super) struct Sample {
     pub total: u64,
@@ -84,7 +84,7 @@ pub(super) struct Sample {
     pub limit: u64,
     counts: AHashMap<u64, u32>,
     capacity: usize,
-    /// Hashes that are not counted yet: one after the other, each would wait for memory.
+    /// Hashes that are not counted yet: counted one by one, each would wait for memory.
     pending: Vec<u64>,
 }
 
@@ -127,7 +127,7 @@ impl Sample {
         }
     }
 
-    /// Adds the hashes of another sample, in which each was added as often as is said.
+    /// Adds the hashes of another sample, with their counts.
     pub fn merge(&mut self, total: u64, limit: u64, hashes: impl Iterator<Item = (u64, u32)>) {
         self.total += total;
         self.reduce(limit);
@@ -136,7 +136,7 @@ impl Sample {
         }
     }
 
-    /// One in how many hashes is in the sample.
+    /// N if one in N hashes is in the sample.
     pub fn one_of(&self) -> u64 {
         1 << self.limit.leading_zeros()
     }

@@ -1,4 +1,4 @@
-//! Counting and dropping against a dictionary of all texts.
+//! Counting and dropping, compared with a dictionary of all texts.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -28,7 +28,7 @@ use crate::tokenizer::Tokenizer;
 
 const ENTRIES: &str = "a b c d";
 
-/// Documents as JSON lines, a file for every few.
+/// Writes documents as JSON lines, `per_file` in each file.
 fn write(dir: &Path, documents: &[Vec<String>], per_file: usize) -> PathBuf {
     let folder = dir.join("texts");
     std::fs::create_dir(&folder).unwrap();
@@ -70,7 +70,7 @@ fn documents(dir: &Path) -> Vec<Vec<Vec<u64>>> {
     documents
 }
 
-/// The ids of documents, as the vocabulary above has them; without trailing blank lines and empty documents.
+/// The ids of documents in the vocabulary above, without trailing blank lines and empty documents.
 fn ids(documents: &[Vec<String>]) -> Vec<Vec<Vec<u64>>> {
     let line = |line: &String| {
         line.split_whitespace().map(|word| 5 + u64::from(word.as_bytes()[0] - b'a')).collect::<Vec<_>>()
@@ -83,8 +83,8 @@ fn ids(documents: &[Vec<String>]) -> Vec<Vec<Vec<u64>>> {
     documents.iter().map(document).filter(|lines| !lines.is_empty()).collect()
 }
 
-/// By a dictionary: all documents and how many are repeated, the same of lines, how often each line occurs, documents
-/// that have repeated lines only, and what is left without repeated documents, or lines.
+/// With a dictionary: all and repeated documents, all and repeated lines, the count of each line, documents
+/// with repeated lines only, and the text without repeated documents, or lines.
 type Expected = ((u64, u64), (u64, u64), HashMap<String, u64>, u64, [Vec<Vec<String>>; 2]);
 
 fn expected(documents: &[Vec<String>]) -> Expected {
@@ -104,9 +104,9 @@ fn expected(documents: &[Vec<String>]) -> Expected {
             *count += 1;
             line.trim().is_empty() || *count == 1
         };
-        let kept: Vec<String> = lines.iter().filter(&mut is_first).cloned().collect();
-        emptied += u64::from(!texts.is_empty() && kept.iter().all(|line| line.trim().is_empty()));
-        kept_lines.push(kept);
+        let first_lines: Vec<String> = lines.iter().filter(&mut is_first).cloned().collect();
+        emptied += u64::from(!texts.is_empty() && first_lines.iter().all(|line| line.trim().is_empty()));
+        kept_lines.push(first_lines);
     }
     counts.remove("");
     let (documents, lines) = (num_documents - seen.len() as u64, num_lines - counts.len() as u64);
@@ -121,7 +121,7 @@ fn any_documents() -> impl Strategy<Value = Vec<Vec<String>>> {
         1 => "a( b){0,8}",
     ];
     prop::collection::vec(prop::collection::vec(line, 0..5), 1..25)
-        // Something must be left.
+        // Some text must be left.
         .prop_map(|mut documents| {
             documents.push(vec!["a b c d".into()]);
             documents
@@ -132,26 +132,26 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn counts_and_drops_are_those_of_a_dictionary(given in any_documents(), per_file in 1_usize..50) {
+    fn counts_and_drops_match_a_dictionary(input in any_documents(), per_file in 1_usize..50) {
         let dir = tempfile::tempdir().unwrap();
-        let (tokenizer, texts) = (tokenizer(dir.path(), ENTRIES), write(dir.path(), &given, per_file));
-        let (all_documents, all_lines, counts, emptied, [once, lines_once]) = expected(&given);
+        let (tokenizer, texts) = (tokenizer(dir.path(), ENTRIES), write(dir.path(), &input, per_file));
+        let (all_documents, all_lines, counts, emptied, [once, lines_once]) = expected(&input);
         let out = |name: &str| dir.path().join(name);
         let all = run(&texts, &out("all"), &tokenizer, &options(None));
-        let found = all.repeats.unwrap();
+        let repeats = all.repeats.unwrap();
         let count = |(total, repeated)| RepeatCount { total, repeated, sampled: 1 };
-        prop_assert_eq!((found.documents, found.lines), (count(all_documents), count(all_lines)));
-        for line in &found.most_repeated {
+        prop_assert_eq!((repeats.documents, repeats.lines), (count(all_documents), count(all_lines)));
+        for line in &repeats.most_repeated {
             let mut counts = counts.iter().filter(|(text, _)| text.trim() == line.text);
             prop_assert!(counts.any(|(_, &count)| count == line.count), "{:?}", line);
         }
-        prop_assert_eq!(documents(&out("all")), ids(&given));
-        for (what, kept) in [(DropDuplicates::Documents, &once), (DropDuplicates::Lines, &lines_once)] {
-            let (dropping, name) = (options(Some(what)), format!("{what:?}"));
+        prop_assert_eq!(documents(&out("all")), ids(&input));
+        for (unit, expected) in [(DropDuplicates::Documents, &once), (DropDuplicates::Lines, &lines_once)] {
+            let (dropping, name) = (options(Some(unit)), format!("{unit:?}"));
             let report = run(&texts, &out(&name), &tokenizer, &dropping);
-            prop_assert_eq!(documents(&out(&name)), ids(kept));
+            prop_assert_eq!(documents(&out(&name)), ids(expected));
             let dropped = (report.dropped_documents, report.dropped_lines, report.emptied_documents);
-            prop_assert_eq!(dropped, match what {
+            prop_assert_eq!(dropped, match unit {
                 DropDuplicates::Documents => (all_documents.1, 0, 0),
                 DropDuplicates::Lines => (0, all_lines.1, emptied),
             });
@@ -165,7 +165,7 @@ proptest! {
                 let run = |index| run(&texts, &out("parts"), &tokenizer, &part(index));
                 let hashed = [1, 2].map(run).map(|report| (report.complete, report.unhashed_input_groups > 0));
                 prop_assert_eq!(hashed, [(false, true); 2]);
-                // The last one can build at once; the others are run again.
+                // The last partition can build at once; the others run again.
                 prop_assert_eq!([3, 2, 1].map(run).map(|report| report.complete), [false, false, true]);
                 prop_assert_eq!(manifest("parts"), manifest(&name));
                 std::fs::remove_dir_all(out("parts")).unwrap();
@@ -175,7 +175,7 @@ proptest! {
     }
 
     #[test]
-    fn a_sample_is_that_of_all_hashes_however_they_are_divided(
+    fn merged_sample_equals_sample_of_all_hashes(
         hashes in prop::collection::vec(0_u64..500, 0..2_000), cut in 0_usize..2_000
     ) {
         let sample = |capacity, hashes: &[u64]| {
@@ -188,14 +188,14 @@ proptest! {
         let (whole, mut first, second) = (sample(64, &hashes), sample(64, left), sample(16, right));
         first.merge(second.total, second.limit, second.sorted().into_iter());
         prop_assert_eq!(first.total, whole.total);
-        // The smaller sample may have a lower limit; up to it, both are the same.
+        // The smaller sample may have a lower limit; up to it, both are equal.
         let mut all = whole.sorted();
         all.retain(|&(hash, _)| hash <= first.limit);
         prop_assert_eq!(first.sorted(), all);
     }
 
     #[test]
-    fn what_has_occurred_before_is_found_by_reading_every_hash_once(
+    fn repetitions_are_found_with_one_read_per_hash(
         groups in prop::collection::vec(prop::collection::vec(0_u64..40, 0..30), 0..5), held in 1_u64..200
     ) {
         let spread = |hash: &u64| hash.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -203,22 +203,22 @@ proptest! {
         let bytes = |group: &Vec<u64>| group.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<_>>();
         let files: Vec<Vec<u8>> = groups.iter().map(|group| to_bytes(&bytes(group)).unwrap()).collect();
         let lengths: Vec<u64> = files.iter().map(|file| file.len() as u64).collect();
-        let (mut bytes_read, mut found) = (0, Vec::new());
-        let mut read = |ranges: &[(usize, Range<u64>)], each: &mut Each| {
+        let (mut bytes_read, mut drops_of) = (0, Vec::new());
+        let mut read = |ranges: &[(usize, Range<u64>)], receive: &mut Each| {
             for (group, range) in ranges {
                 bytes_read += range.end - range.start;
-                assert!(each(*group, &files[*group][range.start as usize..range.end as usize]));
+                assert!(receive(*group, &files[*group][range.start as usize..range.end as usize]));
             }
             Ok(())
         };
         find(&lengths, held, &mut read, &mut |drops| {
-            found.extend(drops);
+            drops_of.extend(drops);
             Ok(())
         }).unwrap();
         prop_assert!(bytes_read <= lengths.iter().sum::<u64>());
         let mut seen = HashSet::from([0]);
-        prop_assert_eq!(found.len(), groups.len());
-        for (number, (group, (of, drops))) in groups.iter().zip(&found).enumerate() {
+        prop_assert_eq!(drops_of.len(), groups.len());
+        for (number, (group, (of, drops))) in groups.iter().zip(&drops_of).enumerate() {
             prop_assert_eq!((*of, drops.len, drops.hash), (number, group.len() as u64, xxh3_64(&bytes(group))));
             for (index, hash) in group.iter().enumerate() {
                 prop_assert_eq!(drops.contains(index as u64), !seen.insert(*hash) && *hash != 0);
@@ -242,7 +242,7 @@ proptest! {
 }
 
 #[test]
-fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
+fn most_repeated_lines_are_counted_within_the_bound() {
     // 600 different lines, repeated 100 to 699 times, among 600,000 that occur once, in two input groups.
     let mut groups = [Counts::of_group(2), Counts::of_group(2)];
     let mut counts = HashMap::new();
@@ -260,23 +260,30 @@ fn the_most_repeated_of_a_long_text_are_found_within_the_bound() {
     let out = OutputDir::unclaimed(dir.path(), Place::Folder(dir.path().to_owned()));
     let save = |(n, counts): (usize, Counts)| out.save_counts(n, &counts.into_bytes().unwrap()).unwrap();
     let files: Vec<_> = groups.into_iter().enumerate().map(save).collect();
-    let found = merge(&out, &files, &Step::default()).unwrap().0;
-    assert_eq!(found.lines.total, counts.values().sum::<u64>());
-    let repeated = found.lines.total - counts.len() as u64;
-    let error = found.lines.repeated.abs_diff(repeated) as f64 / counts.len() as f64;
-    assert!(found.lines.sampled > 1 && error < 0.02, "{error}");
-    assert!(found.most_repeated_error <= found.lines.total / (1 << 11), "{}", found.most_repeated_error);
-    assert_eq!(found.most_repeated.len(), 10);
-    let least = found.most_repeated.last().unwrap().count;
-    for line in &found.most_repeated {
+    let repeats = merge(&out, &files, &Step::default()).unwrap().0;
+    assert_eq!(repeats.lines.total, counts.values().sum::<u64>());
+    let repeated = repeats.lines.total - counts.len() as u64;
+    let error = repeats.lines.repeated.abs_diff(repeated) as f64 / counts.len() as f64;
+    assert!(repeats.lines.sampled > 1 && error < 0.02, "{error}");
+    assert!(
+        repeats.most_repeated_error <= repeats.lines.total / (1 << 11),
+        "{}",
+        repeats.most_repeated_error
+    );
+    assert_eq!(repeats.most_repeated.len(), 10);
+    let least = repeats.most_repeated.last().unwrap().count;
+    for line in &repeats.most_repeated {
         let count = counts.remove(&line.text).unwrap();
-        assert!((line.count..=line.count + found.most_repeated_error).contains(&count), "{line:?}: {count}");
+        assert!(
+            (line.count..=line.count + repeats.most_repeated_error).contains(&count),
+            "{line:?}: {count}"
+        );
     }
-    assert!(*counts.values().max().unwrap() <= least + found.most_repeated_error);
+    assert!(*counts.values().max().unwrap() <= least + repeats.most_repeated_error);
 }
 
 #[test]
-fn many_input_groups_store_less() {
+fn many_input_groups_store_fewer_counts_each() {
     for (num_groups, num_stored) in [(1, 50_000), (1_000, 50_000), (100_000, 4_096)] {
         let mut counts = Counts::of_group(num_groups);
         (0..50_000_u64).for_each(|line| counts.add_line(xxh3_64(&line.to_le_bytes()), "a"));
@@ -286,7 +293,7 @@ fn many_input_groups_store_less() {
 }
 
 #[test]
-fn text_in_fragments_with_blanks_and_bad_bytes_is_counted_and_dropped() {
+fn fragments_spaces_and_bad_bytes_are_counted_and_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let (tokenizer, path) = (tokenizer(dir.path(), ENTRIES), dir.path().join("ugly.txt"));
     let long = "a ".repeat(100_000).into_bytes();
@@ -301,8 +308,8 @@ fn text_in_fragments_with_blanks_and_bad_bytes_is_counted_and_dropped() {
     std::fs::write(&path, text.concat()).unwrap();
     let reading = ReadOptions { invalid_utf8: InvalidUtf8::Replace, ..ReadOptions::default() };
     let options =
-        |what| PrepareOptions { reading: reading.clone(), part_bytes: Some(300_000), ..options(Some(what)) };
-    let run = |what, out: &str| run(&path, &dir.path().join(out), &tokenizer, &options(what));
+        |unit| PrepareOptions { reading: reading.clone(), part_bytes: Some(300_000), ..options(Some(unit)) };
+    let run = |unit, out: &str| run(&path, &dir.path().join(out), &tokenizer, &options(unit));
     let (lines, documents) =
         (run(DropDuplicates::Lines, "lines"), run(DropDuplicates::Documents, "documents"));
     let repeats = lines.repeats.unwrap();
@@ -314,7 +321,7 @@ fn text_in_fragments_with_blanks_and_bad_bytes_is_counted_and_dropped() {
     assert_eq!((documents.num_documents, documents.dropped_documents), (5, 1));
 }
 
-/// A folder in which a run that leaves out duplicates was interrupted after hashing and some building.
+/// A folder of a run that drops duplicates, interrupted after hashing and some building.
 fn interrupted(dir: &Path) -> (Tokenizer, PathBuf, PathBuf, PrepareOptions, String) {
     let texts: Vec<Vec<String>> = (0..50).map(|n| vec![format!("a{}", " b".repeat(n % 30))]).collect();
     let (tokenizer, texts) = (tokenizer(dir, ENTRIES), write(dir, &texts, 50));
@@ -323,12 +330,12 @@ fn interrupted(dir: &Path) -> (Tokenizer, PathBuf, PathBuf, PrepareOptions, Stri
     let half = PrepareOptions { partition: Some((1, 2)), ..options.clone() };
     let other = PrepareOptions { partition: Some((2, 2)), ..options.clone() };
     run(&texts, &out, &tokenizer, &half);
-    assert!(!run(&texts, &out, &tokenizer, &other).complete); // hashes the rest and builds its own half
+    assert!(!run(&texts, &out, &tokenizer, &other).complete); // hashes the rest and builds one half
     (tokenizer, texts, out, options, expected)
 }
 
 #[test]
-fn damaged_files_and_those_of_older_releases_are_written_again_and_other_text_is_noticed() {
+fn damaged_or_outdated_files_are_rewritten_and_changed_text_is_detected() {
     type Damage = fn(&mut Vec<u8>);
     let flip = |bytes: &mut Vec<u8>| bytes[0] ^= 1;
     let flip_last = |bytes: &mut Vec<u8>| *bytes.last_mut().unwrap() ^= 1;
@@ -371,28 +378,28 @@ fn damaged_files_and_those_of_older_releases_are_written_again_and_other_text_is
             std::fs::rename(path("buckets"), path("hashes")).unwrap();
         }
         if name.ends_with("buckets") || number == 4 {
-            // Otherwise it is known what they decide.
+            // Otherwise the drops are already stored.
             std::fs::remove_file(parts.join("input-group-000001.drops")).unwrap();
         }
         let path = parts.join(format!("input-group-{name}"));
         let mut bytes = std::fs::read(&path).unwrap_or_default();
         damage(&mut bytes);
         std::fs::write(&path, bytes).unwrap();
-        let found = match tried(&texts, &out, &tokenizer, &options) {
-            // Only when counts are added up are they read.
+        let report = match tried(&texts, &out, &tokenizer, &options) {
+            // Counts are read only when they are added up.
             Err(Error::Damaged { .. }) if number == 8 => run(&texts, &out, &tokenizer, &options),
             Err(error) if number == 10 => {
                 assert!(error.to_string().contains("input group 0 has changed since"), "{error}");
                 continue;
             }
-            found => found.unwrap(),
+            report => report.unwrap(),
         };
-        assert_eq!(found.content_hash, expected, "{name}");
+        assert_eq!(report.content_hash, expected, "{name}");
     }
 }
 
 #[test]
-fn a_store_reads_the_groups_side_by_side() {
+fn groups_in_a_store_are_read_in_parallel() {
     const GROUPS: usize = 60;
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("parts")).unwrap();
@@ -404,22 +411,22 @@ fn a_store_reads_the_groups_side_by_side() {
     let server = TestServer::start(dir.path());
     let out = OutputDir::unclaimed(dir.path(), Place::Store(server.bucket()));
     server.log().delay = Duration::from_millis(30);
-    let timed = |what: &str, most_requests: usize, work: &(dyn Fn(&Step) -> Result<()> + Sync)| {
+    let timed = |name: &str, most_requests: usize, work: &(dyn Fn(&Step) -> Result<()> + Sync)| {
         let before = server.log().requests.len();
         let start = Instant::now();
         Step::report(&mut |_| true, work).unwrap();
         let (requests, time) = (server.log().requests.len() - before, start.elapsed());
-        assert!(requests <= most_requests && time.as_millis() < 900, "{what}: {requests}, {time:?}");
+        assert!(requests <= most_requests && time.as_millis() < 900, "{name}: {requests}, {time:?}");
     };
     timed("counts", GROUPS, &|step| merge(&out, &counted, step).map(drop));
     let sizes = Sizes::new();
-    // Three reads, a write and a look at its length for each group.
+    // Three reads, a write and a request for the length per group.
     timed("hashes", 5 * GROUPS, &|step| decide(&out, &hashed, &sizes, step));
-    // A task asks for the records of its own groups, twice if there may be some.
+    // A task requests the records of its groups, twice if there may be some.
     timed("records", 2 * 9, &|_| out.few_records(&Pass::Build(None), &Vec::from_iter(0..9)).map(drop));
     let drops = Drops::read(&local, GROUPS - 1, &digest(&hashed)).unwrap().unwrap();
     assert_eq!([0, 1].map(|index| drops.contains(index)), [true, false]);
-    // The end of the run is noticed while the store hangs.
+    // The end of the run is detected while the store hangs.
     server.log().delay = Duration::from_secs(20);
     let (start, mut steps) = (Instant::now(), Vec::new());
     let mut stop = |progress: Progress| {

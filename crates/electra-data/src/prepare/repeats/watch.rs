@@ -1,5 +1,5 @@
-//! What is done with the texts of an input group while they are read: storing their hashes, or counting what is
-//! repeated and leaving out duplicates.
+//! Observes the texts of an input group while they are read: stores their hashes, or counts
+//! repetitions and drops duplicates.
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -14,8 +14,8 @@ use crate::prepare::output_dir::OutputDir;
 
 pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> Box<dyn Watch + 'a> {
     match pass {
-        Pass::Hash(what) => {
-            Box::new(HashWriter { out, what: *what, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
+        Pass::Hash(unit) => {
+            Box::new(HashWriter { out, unit: *unit, group: 0, hasher: Hasher::default(), hashes: Vec::new() })
         }
         Pass::Build(decided) => {
             let (decided, group) = (decided.clone(), GroupState::new(0, num_groups));
@@ -26,7 +26,7 @@ pub(crate) fn watch<'a>(out: &'a OutputDir, pass: &Pass, num_groups: usize) -> B
 
 struct HashWriter<'a> {
     out: &'a OutputDir,
-    what: DropDuplicates,
+    unit: DropDuplicates,
     group: usize,
     hasher: Hasher,
     hashes: Vec<u8>,
@@ -39,7 +39,7 @@ impl Watch for HashWriter<'_> {
     }
 
     fn keeps(&mut self, text: &str, mark: &Mark) -> bool {
-        let hash = match (self.hasher.push(text, mark), self.what) {
+        let hash = match (self.hasher.push(text, mark), self.unit) {
             (Some(Ended::Document(hash)), DropDuplicates::Documents) => hash,
             (Some(Ended::Line(hash)), DropDuplicates::Lines) => hash,
             _ => return false,
@@ -69,24 +69,24 @@ struct GroupState {
 }
 
 struct Dropping {
-    what: DropDuplicates,
+    unit: DropDuplicates,
     drops: Drops,
     at: u64,
     hashes: Xxh3,
-    /// Lines of the current document that are not blank, and those of them that are kept.
+    /// Lines of the current document that are not blank, and the kept ones among them.
     lines: u64,
-    kept: u64,
+    kept_lines: u64,
 }
 
 impl Watch for Counter<'_> {
     fn begin(&mut self, input_group: usize) -> Result<()> {
         self.group = GroupState::new(input_group, self.num_groups);
-        if let Some(Decided { what, digest }) = &self.decided {
+        if let Some(Decided { unit, digest }) = &self.decided {
             let drops = Drops::read(self.out, input_group, digest)?.ok_or_else(|| {
-                Error::Input("what is left out of an input group is not known any more; run again".to_owned())
+                Error::Input("the list of an input group's duplicates is missing; run again".to_owned())
             })?;
-            let (what, hashes) = (*what, Xxh3::new());
-            self.group.drops = Some(Dropping { what, drops, at: 0, hashes, lines: 0, kept: 0 });
+            let (unit, hashes) = (*unit, Xxh3::new());
+            self.group.drops = Some(Dropping { unit, drops, at: 0, hashes, lines: 0, kept_lines: 0 });
         }
         Ok(())
     }
@@ -141,10 +141,10 @@ impl Dropping {
         self.drops.contains(self.at)
     }
 
-    /// Whether the end of a line or document is kept, with the text of the line.
+    /// Whether the end of a line or document is kept, together with the text of the line.
     fn keeps(&mut self, ended: Ended, counts: &mut Counts) -> bool {
         let is_duplicate = self.is_in_duplicate();
-        match (self.what, ended) {
+        match (self.unit, ended) {
             (DropDuplicates::Documents, Ended::Line(_)) => return !is_duplicate,
             (DropDuplicates::Documents, Ended::Document(hash)) => {
                 counts.dropped.documents += u64::from(is_duplicate);
@@ -153,13 +153,13 @@ impl Dropping {
             (DropDuplicates::Lines, Ended::Line(hash)) => {
                 counts.dropped.lines += u64::from(is_duplicate);
                 self.lines += u64::from(hash != BLANK);
-                self.kept += u64::from(hash != BLANK && !is_duplicate);
+                self.kept_lines += u64::from(hash != BLANK && !is_duplicate);
                 self.count(hash);
             }
             (DropDuplicates::Lines, Ended::Document(_)) => {
-                let is_emptied = self.lines > 0 && self.kept == 0;
+                let is_emptied = self.lines > 0 && self.kept_lines == 0;
                 counts.dropped.emptied_documents += u64::from(is_emptied);
-                (self.lines, self.kept) = (0, 0);
+                (self.lines, self.kept_lines) = (0, 0);
                 return !is_emptied;
             }
         }
@@ -176,10 +176,10 @@ impl Dropping {
     }
 }
 
-/// The hash that stands for no text: of a blank line, and of a document of such lines.
+/// The hash of no text: of a blank line, and of a document of blank lines.
 pub(super) const BLANK: u64 = 0;
 
-/// A line or a document that has ended, as the xxh3-64 of a line without whitespace at its end, or of the hashes of a
+/// A line or a document that has ended, as the xxh3-64 of a line without trailing whitespace, or of the hashes of a
 /// document's lines that are not blank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ended {
@@ -189,15 +189,15 @@ pub(super) enum Ended {
 
 #[derive(Default)]
 pub(super) struct Hasher {
-    /// The state of a line of which only a beginning has been read …
+    /// The state of a partly read line …
     begun: Option<Box<Xxh3>>,
-    /// … and the hash of what has been read of it, without whitespace at the end.
+    /// … and the hash of its text so far, without trailing whitespace.
     trimmed: u64,
     document: u64,
 }
 
 impl Hasher {
-    /// Adds a text; returns what it ends.
+    /// Adds a text; returns the line or document that it ends.
     pub fn push(&mut self, text: &str, mark: &Mark) -> Option<Ended> {
         match mark {
             Mark::Line if self.begun.is_none() => {
@@ -222,9 +222,9 @@ impl Hasher {
 
     fn extend(&mut self, text: &str) {
         let state = self.begun.get_or_insert_default();
-        let (kept, blanks) = text.split_at(text.trim_end().len());
-        state.update(kept.as_bytes());
-        if !kept.is_empty() {
+        let (text, blanks) = text.split_at(text.trim_end().len());
+        state.update(text.as_bytes());
+        if !text.is_empty() {
             self.trimmed = not_blank(state.digest());
         }
         state.update(blanks.as_bytes());

@@ -1,6 +1,6 @@
-//! The lossless packer (`packing = "best-fit"`): each span is an attention segment of its own.
+//! The lossless packer (`packing = "best-fit"`): each span is a separate attention segment.
 //!
-//! Documents are cut into spans of at most `sequence_length - 2` tokens. A full span takes a row of its own;
+//! Documents are cut into spans of at most `sequence_length - 2` tokens. A full span fills a row;
 //! the remainders share rows by best-fit decreasing or, if their lengths leave gaps in any packing, are cut
 //! again to fill the rows. The epoch moves the cuts and breaks ties but never changes the lengths of the
 //! spans, so a block has the same number of rows in every epoch.
@@ -17,7 +17,7 @@ pub(in crate::loader) use self::snapped::SnappedPacker;
 const SPECIALS_PER_SEGMENT: usize = 2;
 /// Remainders are cut to fill rows if packing would waste more than one row in this many.
 const WASTE_DIVISOR: usize = 50;
-/// No such cut leaves a span at the end of a row that is shorter than a row divided by this.
+/// Minimum length of a span that such a cut leaves at the end of a row: the row length divided by this.
 const MIN_CUT_DIVISOR: u32 = 16;
 const NONE: u32 = u32::MAX;
 
@@ -55,7 +55,7 @@ impl BestFitPacker {
         (self.sequence_length - SPECIALS_PER_SEGMENT) as u32
     }
 
-    /// The row of each of `remainders`, sorted by decreasing length, as best-fit decreasing packs them.
+    /// The row that best-fit decreasing assigns to each of `remainders`, which are sorted by decreasing length.
     fn place(&mut self, remainders: &[Span]) -> Vec<u32> {
         self.open_rows.clear();
         remainders.iter().map(|span| self.open_rows.place(u32::from(span.len))).collect()
@@ -92,7 +92,7 @@ fn append_rows(remainders: &[Span], assigned: &[u32], count: usize, rows: &mut R
     }
 }
 
-/// Appends rows filled one after the other, cutting a remainder at the end of a row. For lengths that do not
+/// Appends rows filled one after the other, cutting a remainder at the end of a row. Used for lengths that do not
 /// pack well without cuts, for example if all are slightly over half a row.
 fn chain(remainders: &[Span], sequence_length: u32, rows: &mut Rows) {
     let specials = SPECIALS_PER_SEGMENT as u32;
@@ -144,7 +144,7 @@ fn cut(part: Range<u32>, full: u32, cuts: &mut Stream, rows: &mut Rows, remainde
     }
 }
 
-/// A span that is an attention segment of its own; its length is below that of a row and fits into u16.
+/// A span that is a separate attention segment; it is shorter than a row, so its length fits into u16.
 fn segment(start: u32, len: u32) -> Span {
     Span { start, len: len as u16, boundary: Boundary::NewSegment }
 }

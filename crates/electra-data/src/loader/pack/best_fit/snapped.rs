@@ -1,8 +1,8 @@
 //! Best-fit packing with cuts at words or lines only (`cut_at`).
 //!
 //! Each cut moves back to the last cut point of its span, and so do the edges of the block. A span without
-//! any, for example one long word, is cut at a token. Spans are never cut again to fill rows, so documents
-//! whose lengths leave gaps in any packing leave them here. The number of rows depends on the epoch.
+//! cut points, for example one long word, is cut at a token. Spans are never cut again to fill rows, so documents
+//! whose lengths leave gaps in any packing leave gaps here. The number of rows depends on the epoch.
 
 use std::ops::Range;
 
@@ -44,8 +44,8 @@ impl SnappedPacker {
         Ok(rows)
     }
 
-    /// Cuts a part of a document that is longer than a row: as without cut points, one span at a random place
-    /// is as short as what full rows would leave over, and then each cut moves back.
+    /// Cuts a part of a document that is longer than a row: as without cut points, one span at a random position
+    /// has the length that full rows would leave over, and then each cut moves back.
     fn cut(
         &mut self,
         shard: &Shard,
@@ -78,8 +78,8 @@ impl SnappedPacker {
         Ok(())
     }
 
-    /// Where the first span of `rest` ends if it has `wanted` tokens before its cut moves back. If that leaves
-    /// none, it may fill a row; if there is no cut point in that either, it is cut at the token.
+    /// The end of the first span of `rest`, which has `wanted` tokens before its cut moves back. If that leaves
+    /// no tokens, the span may fill a row; if the row has no cut point either, it is cut at a token.
     fn end(&self, shard: &Shard, rest: Range<u32>, wanted: u32) -> Result<u32> {
         let full = self.best_fit.max_span();
         for len in [wanted, full] {

@@ -1,4 +1,4 @@
-//! Packing: nothing lost, nothing counted wrong, rows full.
+//! Packing: no token is lost, counts are right, rows are full.
 
 use proptest::prelude::*;
 
@@ -49,7 +49,7 @@ proptest! {
             let used: usize = rows.row(row).iter().map(|s| s.num_positions()).sum();
             prop_assert!((1..=sequence_length).contains(&used));
         }
-        // The epoch changes cuts but neither the lengths of spans nor the number of rows.
+        // The epoch changes cuts, but neither the lengths of spans nor the number of rows.
         let other = packer.pack(&ends, block.clone(), counter(epoch ^ 1));
         prop_assert_eq!(rows.len(), other.len());
         let sorted = |rows: &Rows| {
@@ -65,8 +65,8 @@ proptest! {
 }
 
 #[test]
-fn rows_are_full_whatever_the_lengths() {
-    // `tests/data/test_packing.py` has ordinary lengths. One long document wastes a row at most.
+fn rows_are_full_for_any_lengths() {
+    // `tests/data/test_packing.py` has ordinary lengths. One long document wastes at most a row.
     let awkward = [70, 77, 100, 45].map(|len| (128, 0.95, vec![len; 262_144 / len as usize]));
     for (sequence_length, least, lengths) in awkward.into_iter().chain([(512, 0.998, vec![262_144])]) {
         let ends = ends(&lengths);

@@ -1,12 +1,12 @@
 //! The published example builder (`packing = "examples"`): lossy, for comparable results.
 //!
 //! Follows the rules of `build_pretraining_dataset.py` of the published code. Lines are collected up to a
-//! target length (usually that of a row), a blank line or the end of the document. About the first half of
-//! them become the example's first text, the others its second, and what does not fit into the row is
+//! target length (usually the row length), a blank line or the end of the document. About the first half of
+//! them become the example's first text, the others its second, and the overflow of the row is
 //! truncated. An example is one attention segment, `[CLS] 1 [SEP] (2 [SEP])`.
 //!
-//! A line without tokens (blank, or only control characters) counts as blank. Blank lines and the ends of
-//! documents are all that separates examples, as with the published code's default.
+//! A line without tokens (blank, or only control characters) counts as blank. Only blank lines and the ends of
+//! documents separate examples, as with the published code's default.
 //!
 //! A block corresponds to a file of the published code: its first target is a whole row, and all its draws in
 //! an epoch come from one stream. It has the documents that *begin* in it, so no line is cut at the edge of a
@@ -22,7 +22,7 @@ use crate::philox::{Purpose, Stream, probability};
 
 const ONE_TEXT: u32 = probability(0.1);
 const UNREACHABLE: u32 = 100_000;
-/// Probability that a line too long for the first text joins it nevertheless.
+/// Probability that a line that is too long for the first text joins it nevertheless.
 const FAIR: u32 = probability(0.5);
 /// Probability of a target length drawn from `MIN_TARGET` to a whole row.
 const SHORT: u32 = probability(0.05);
@@ -91,7 +91,8 @@ impl Builder {
         }
     }
 
-    /// Adds a document's lines; its end ends an example, too. Returns its last token's end; `None` on overflow.
+    /// Adds a document's lines; the end of the document also ends an example. Returns the end of its last token; `None` on
+    /// overflow.
     fn add_document(&mut self, mut start: u32, lengths: &[u32]) -> Option<u32> {
         for &len in lengths {
             let end = start.checked_add(len)?;
@@ -134,7 +135,7 @@ impl Builder {
         };
     }
 
-    /// Divides the lines among the two texts. A short line can join the first even after the second has begun.
+    /// Divides the lines into the two texts. A short line can join the first text even after the second has begun.
     fn divide(&mut self) {
         let aim = match self.draws.happens(ONE_TEXT) {
             true => UNREACHABLE,
@@ -173,7 +174,7 @@ impl Text {
         }
     }
 
-    /// Appends its first tokens, at most `room`, to the row; returns how many.
+    /// Appends the text's first tokens, at most `room`, to the row; returns their number.
     fn write(&self, rows: &mut Rows, boundary: Boundary, room: u32) -> u32 {
         let (mut left, mut boundary) = (room, boundary);
         for range in &self.ranges {

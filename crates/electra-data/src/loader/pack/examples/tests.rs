@@ -1,4 +1,4 @@
-//! What holds for any documents. `tests/data/test_packing.py` compares the rules with a builder of its own.
+//! Invariants for any documents. `tests/data/test_packing.py` compares the rules with a separate implementation.
 
 use proptest::prelude::*;
 
@@ -27,7 +27,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn blocks_hold_each_document_once_and_no_example_spans_two(
+    fn each_document_is_in_one_block_and_no_example_spans_two(
         documents in prop::collection::vec(prop::collection::vec(0_usize..40, 1..9), 1..40),
         edges in prop::collection::vec(0.0..1.0, 0..6),
         sequence_length in 8_usize..130, seed: u64, epoch: u32,

@@ -1,4 +1,4 @@
-//! Cuts at words and lines: nothing lost, rows begin where they may, blocks agree about their edges.
+//! Cuts at words and lines: no token is lost, rows begin at cut points, blocks agree about their edges.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::format::testing::write_corpus;
 const FIRST_ID: u32 = 5;
 const VOCAB: u32 = 100_000;
 
-/// Documents of lines whose lengths are given; every id occurs once, in order.
+/// Documents of lines with these lengths; every id occurs once, in order.
 fn corpus(dir: &std::path::Path, documents: &[Vec<u32>]) -> Corpus {
     let mut ids = FIRST_ID..;
     let mut line = |&len: &u32| ids.by_ref().take(len as usize).collect::<Vec<_>>();
@@ -48,7 +48,7 @@ fn spans(packer: &mut SnappedPacker, shard: &Shard, edges: &[u32], epoch: u32, l
     all
 }
 
-/// Checks that the spans are all tokens once and begin at `points`, unless there is none in a row's length.
+/// Checks that the spans have each token once and begin at `points`, unless a row's length has no cut point.
 fn check(spans: &[Span], total: u32, points: &BTreeSet<u32>, firsts: &BTreeSet<u32>, full: u32) {
     let mut expected = 0;
     for span in spans {
