@@ -172,7 +172,7 @@ def test_untrained_token_type_is_exported_as_type_0(tmp_path: Path) -> None:
             assert_same({role: hf_logits(hf_model, types)}, {role: expected})
     assert_same(typed, logits(model))  # equal to the logits for token type 0
     edit_config(tmp_path / "out" / "generator", {"electra_fast_token_type_1_trained": "yes"})
-    with pytest.raises(ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes' must be true or fals"):
+    with pytest.raises(ValueError, match="config.json: electra_fast_token_type_1_trained = 'yes': must be true"):
         import_(tmp_path / "out", out=tmp_path / "again")
 
 
