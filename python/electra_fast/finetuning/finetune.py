@@ -236,8 +236,8 @@ def finetune(
         all_data = [data for part in parts for data in read_tasks(task, **folders, files=files, columns=part)]
     lessons: list[Lesson | None] = [None] * len(all_data)
     if teacher is not None:
-        model_to_ask = Teacher(Path(teacher), out / "teacher", torch_device)
-        all_data, lessons = _lessons(model_to_ask, all_data, unlabeled, columns)
+        teacher_model = Teacher(Path(teacher), out / "teacher", torch_device)
+        all_data, lessons = _lessons(teacher_model, all_data, unlabeled, columns)
     if folds is not None:
         _check_classes(all_data[0], folds)
         for line in _bias_warnings(all_data[0].task, common.finetune):

@@ -106,7 +106,7 @@ def test_columns_as_a_list_or_a_single_name(write):
         ("ab", {"label": ("text",)}, "--text and --label name the column 'text' twice"),
         ("ab", {"text": ("a", "b", "label")}, "--text = a,b,label: must be one or two columns, got 3"),
         ("ab", {"dev_label": ("label",)}, "--dev-text and --dev-label need --dev FILE"),
-        ("ab", {"dev_fraction": 1.0}, "dev_fraction is 1.0"),
+        ("ab", {"dev_fraction": 1.0}, "dev_fraction = 1.0"),
         ("ab", {"labels": ("b", "c")}, "line 1: unknown label 'a'; --labels: 'b', 'c'"),
         ("ab", {"labels": ("a", "b", "a")}, "--labels = a,b,a: must not repeat a label"),
         ("ab", {"label": ("a", "b"), "labels": ("c", "d")}, "the names of several label columns are the labels"),

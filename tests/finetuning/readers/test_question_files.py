@@ -301,7 +301,7 @@ def test_unusable_columns_and_options_are_refused(write):
     assert message.startswith("--text = question: must be two columns, question and context, got 1")
     assert message == refusal(streamed, good, text=("question",))
     assert refusal(read, good, label=("a", "b")).startswith("--label = a,b: must be one column")
-    assert refusal(read, good, dev_fraction=1).startswith("dev_fraction is 1;")
+    assert refusal(read, good, dev_fraction=1).startswith("dev_fraction = 1:")
     assert "all questions have the same context" in refusal(read_divided, "question-answering", good)
     path = write([row(None), row([])], "other.jsonl")
     message = f"{path}: no question has an answer; choose the column with --label"

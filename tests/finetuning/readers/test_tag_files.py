@@ -184,7 +184,7 @@ MISFIT = "line 1: expected words in column"
         ("a O\nb B-X\n", {"scheme": "IOBX"}, "unknown tagging scheme 'IOBX'; did you mean IOB2?"),
         ("a O\nb B-X\n", {"labels": ("O", "O")}, "--labels = O,O: must not repeat a label"),
         ("a O\nb B-X\n", {"labels": ("O", "B-Y")}, "line 2: unknown entity type 'X'; --labels: 'Y'"),
-        ("a O\nb B-X\n", {"dev_fraction": 1.0}, "dev_fraction is 1.0"),
+        ("a O\nb B-X\n", {"dev_fraction": 1.0}, "dev_fraction = 1.0"),
         ("a O\nb NAME\nc B-DAY\n", {}, "line 2: tag = 'NAME': must have a prefix"),  # a type, or a mistake
         ("a O\nb NAME\nc PHONE\nd CITY\ne S-A\nf S-B\n", {}, "the prefixes look like IOBES, but 3 of 5 entity tags"),
         ([{"tokens": ["a", "b"], "tags": ["O"]}], {}, "line 1: expected one tag per word, got 2 words and 1 tags"),
