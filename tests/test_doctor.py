@@ -39,7 +39,7 @@ def test_problems_have_remedies(tmp_path, monkeypatch, capsys):
     gpu, extra, cache = report["problems"]
     assert gpu.startswith("there is a GPU (driver 580.1), but torch")
     assert "ModuleNotFoundError: No module named 'numpy.no_such_module'; reinstall" in extra
-    assert cache.startswith(f"{tmp_path}/file/electra-fast: ") and cache.endswith("to a folder that can be written")
+    assert cache.startswith(f"{tmp_path}/file/electra-fast: ") and cache.endswith("to a writable folder")
 
 
 @pytest.mark.process

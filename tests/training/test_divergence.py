@@ -187,10 +187,10 @@ class TestGoingBack:
         assert checkpoint_folder.steps(out) == [21, 24]
 
     def test_missing_or_damaged_checkpoint_refused(self, out, validation_corpus, tmp_path):
-        for flag, message in (("step-20", "no checkpoint step-20 here; it has step-21, step-24"), ("best", "'best' i")):
+        for flag, message in (("step-20", "no checkpoint step-20; available: step-21, step-24"), ("best", "'best' i")):
             done = cli("pretrain", "--out", out, "--from-step", flag)
             assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-        with pytest.raises(FileNotFoundError, match="no checkpoint step-3 here; it has none"):
+        with pytest.raises(FileNotFoundError, match="no checkpoint step-3; available: none"):
             pretrain(validation_corpus, config=tiny_config(), out=tmp_path / "new", from_step=3)
         (out / "checkpoints/step-21/model.safetensors").write_bytes(b"")
         with pytest.raises(ValueError, match=r"step-21/model.safetensors: damaged"):
