@@ -187,7 +187,10 @@ class TestGoingBack:
         assert checkpoint_folder.steps(out) == [21, 24]
 
     def test_missing_or_damaged_checkpoint_refused(self, out, validation_corpus, tmp_path):
-        for flag, message in (("step-20", "no checkpoint step-20; available: step-21, step-24"), ("best", "'best' i")):
+        for flag, message in (
+            ("step-20", "no checkpoint step-20; available: step-21, step-24"),
+            ("best", "'best': must"),
+        ):
             done = cli("pretrain", "--out", out, "--from-step", flag)
             assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
         with pytest.raises(FileNotFoundError, match="no checkpoint step-3; available: none"):
