@@ -1,11 +1,11 @@
 """Finds names in text: fine-tunes an encoder on tagged sentences and prints the entities of new texts.
 
-Needs a run or an exported encoder, and files of one word and its tag per line, as of CoNLL-2003, with a blank line
-between sentences; tagging schemes (IOB2, BILOU, ...) are recognized.
+Needs a run or an exported encoder, and files with a word and its tag per line, as in CoNLL-2003, and a blank line
+between sentences. Tagging schemes (IOB2, BILOU, ...) are recognized.
 
     python examples/named_entities.py run train.conll dev.conll names/ "Ada Lovelace worked in London."
 
-A second call finds the finished model and only answers.
+A second call loads the finished model and only answers.
 """
 
 import sys

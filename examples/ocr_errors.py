@@ -1,12 +1,13 @@
-"""Marks words of scanned text that do not belong: unknown ones, and known ones that are out of place.
+"""Marks wrong words in scanned text: unknown words, and known words that do not fit their context.
 
-Needs a run or an exported discriminator that was pre-trained on clean text of the same kind, this text or another list
-of known words, and a scanned chapter with its right text:
+Needs a run or an exported discriminator that was pre-trained on clean text of the same kind, this text (or another
+source of known words), and a scanned chapter with its corrected text:
 
     python examples/ocr_errors.py run clean.txt chapter.txt chapter-corrected.txt 0.7 other-chapters.txt
 
-0.7 is the precision to reach: the share of marked words that are wrong. The lowest threshold that reaches it in the
-first half of the chapter marks the other files. The second half shows what it is worth, beside unknown words alone.
+0.7 is the precision to reach: the fraction of marked words that are wrong. The first half of the chapter determines the
+lowest threshold with this precision, which then marks the other files. The second half measures precision and recall,
+also for marking unknown words only.
 """
 
 import difflib
@@ -22,32 +23,32 @@ known = set(re.findall(r"\w+", Path(clean).read_text(encoding="utf-8").lower()))
 
 
 def read(path):
-    """Returns a text, and its words with their probabilities to be wrong; a mark of punctuation is no word."""
-    text = Path(path).read_text(encoding="utf-8").replace("-\n", "")  # words divided at the end of a line
+    """Returns a text and its words, without punctuation, with their probabilities of being wrong."""
+    text = Path(path).read_text(encoding="utf-8").replace("-\n", "")  # joins words hyphenated at a line end
     words = [word for word in detector.detect([text])[0]["words"] if word["text"].isalnum()]
     return text, [word if word["text"].lower() in known else word | {"probability": 1} for word in words]
 
 
 def precision_and_recall(threshold, words):
-    """Returns the share of marked words that are wrong, and the share of wrong words that are marked."""
+    """Returns the fraction of marked words that are wrong, and the fraction of wrong words that are marked."""
     marked = [word["wrong"] for word in words if word["probability"] >= threshold]
     return sum(marked) / max(1, len(marked)), sum(marked) / max(1, sum(word["wrong"] for word in words))
 
 
 words = read(scanned)[1]
 right = read(corrected)[1]
-texts = [[word["text"] for word in each] for each in (words, right)]
+texts = [[word["text"] for word in version] for version in (words, right)]
 for block in difflib.SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks():
     for word in words[block.a : block.a + block.size]:
         word["wrong"] = False
-words = [{"wrong": True} | word for word in words]  # unless the right text has it
+words = [{"wrong": True} | word for word in words]  # unless the corrected text has it
 first = words[: len(words) // 2]
 second = words[len(words) // 2 :]
 
 thresholds = sorted({word["probability"] for word in first})
-threshold = next((each for each in thresholds if precision_and_recall(each, first)[0] >= float(precision)), None)
+threshold = next((t for t in thresholds if precision_and_recall(t, first)[0] >= float(precision)), None)
 if threshold is None:
-    sys.exit(f"no threshold reaches a precision of {precision} in the first half of {scanned}: ask for less")
+    sys.exit(f"no threshold reaches a precision of {precision} in the first half of {scanned}: lower it")
 print(f"{sum(word['wrong'] for word in second) / len(second):.2f} of the words are wrong")
 print("unknown words: precision {:.2f}, recall {:.2f}".format(*precision_and_recall(1, second)))
 print(f"threshold {threshold:.3f}:", "precision {:.2f}, recall {:.2f}".format(*precision_and_recall(threshold, second)))

@@ -5,7 +5,7 @@ with the columns `text` and `label`:
 
     python examples/own_language.py texts/ labeled.csv work/ mini 5000
 
-The last two are the preset and the number of steps. After a kill, the same command continues where it was.
+The last two are the preset and the number of steps. After an interruption, the same command resumes.
 """
 
 import sys
@@ -20,8 +20,8 @@ preset = sys.argv[4]
 steps = int(sys.argv[5])
 
 # The vocabulary.
-# * Size: a language with many word forms, such as Hungarian, Finnish or Turkish, profits from more pieces than English,
-#   which has 30,522. A small model should not be mostly embeddings: 8,000 for `mini`.
+# * Size: a language with many word forms, such as Hungarian, Finnish or Turkish, benefits from more entries than the
+#   30,522 of BERT's English. But a small model should not be mostly embeddings: 8,000 for `mini`.
 # * Casing: without capitals, "Alma" and "alma" are one word, which suits a small model and little text. Keep them
 #   (cased=True) if they matter to your task: names in text, or nouns in German.
 # * Accents: kept, since "kor" (age), "kór" (disease) and "kör" (circle) are different words. Strip them only if your
@@ -32,8 +32,8 @@ if not vocab.exists():
     size = 32_000 if preset in ("small", "base", "large") else 8_000
     ef.vocab(texts, out=vocab, size=size)
 
-# A hundredth of the documents measures the progress. `electra-fast inspect work/shards` shows rows as the model reads
-# them: look at them once. More than a few [UNK], or two pieces per word, means that the vocabulary does not fit.
+# One percent of the documents is the validation set. `electra-fast inspect work/shards` shows a row as the model reads
+# it: look at it once. More than a few [UNK], or more than two tokens per word, means that the vocabulary does not fit.
 ef.prepare(texts, vocab=vocab, out=out / "shards", holdout=0.01)
 
 # The preset, by hardware:
@@ -49,7 +49,7 @@ print(f"replaced words are found with an AUC of {metrics['unigram_auc']:.3f} (0.
 # Folders for transformers, sentence-transformers and others: docs/how-to/use-your-encoder.md.
 ef.export(out / "run", out=out / "model", language=["hu"])
 
-# The model's worth shows in a task. Beside the score is that of always giving the most frequent answer.
+# Only a task shows how good the model is. The majority-class baseline always predicts the most frequent label.
 results = ef.finetune(out / "run", task="classification", train=labeled, out=out / "tasks", seeds=3)["classification"]
 name = results["metric"]
 print(f"{name}: {results['median']:.3f}; of the most frequent label: {results['majority'][name]:.3f}")

@@ -5,7 +5,8 @@
 
 The file has a question per line, a tab, and the passage that answers it. A cross-encoder reads both together: more
 exact than comparing embeddings (search.py), but too slow for more than the first results of a fast search, here TF-IDF.
-It learns to tell right passages from the wrong ones that this search ranks highest. Every tenth question is held out.
+It learns to separate right passages from the wrong ones that this search ranks highest. Every tenth question is kept
+for evaluation.
 """
 
 import sys
@@ -35,15 +36,15 @@ def search(question):
 
 
 def rerank(question):
-    """Returns what `search` finds in the order of the cross-encoder."""
-    found = search(question)
-    return [found[each["corpus_id"]] for each in model.rank(question, found)]
+    """Returns the results of `search` in the order of the cross-encoder."""
+    results = search(question)
+    return [results[rank["corpus_id"]] for rank in model.rank(question, results)]
 
 
 def mean_reciprocal_rank(method):
-    """Returns the mean of 1 / rank of the right passage (0 if not found) over the held-out questions."""
-    found = [(method(question), answer) for question, answer in held_out]
-    return sum(1 / (1 + texts.index(answer)) for texts, answer in found if answer in texts) / len(found)
+    """Returns the mean of 1 / rank of the right passage (0 if it is missing) over the evaluation questions."""
+    results = [(method(question), answer) for question, answer in held_out]
+    return sum(1 / (1 + texts.index(answer)) for texts, answer in results if answer in texts) / len(results)
 
 
 model = CrossEncoder(tuned if Path(tuned).exists() else encoder, num_labels=1, max_length=256)

@@ -3,8 +3,8 @@
     pip install "sentence-transformers[train]>=6"
     python examples/search.py model/encoder pages/ tuned/ "how do I resume a run?"
 
-The .md or .txt files give the pairs to tune on: a heading and its text, or two passages in a row. Every tenth file is
-held out and shows the gain. A second call finds tuned/ and only answers.
+The .md or .txt files provide the training pairs: a heading and its text, or two successive passages. Every tenth file
+is kept for evaluation and shows the gain. A second call loads tuned/ and only answers.
 """
 
 import re
@@ -23,16 +23,16 @@ def pairs_of(page):
         if heading := re.match(r"(#+) +(.*)\s*", block):
             title, query = (heading[2],) * 2 if heading[1] == "#" else (title, f"{title}: {heading[2]}")
         text = block[heading.end() if heading else 0 :].strip()
-        if len(text) >= 50:  # shorter ones say too little to be found
+        if len(text) >= 50:  # shorter ones are too vague to search for
             yield query, text
             query = text
 
 
 def accuracy(model, pairs):
-    """Returns the fraction of queries whose own passage is among the first ten that are found."""
+    """Returns the fraction of queries whose passage is among the first ten results."""
     queries, passages = zip(*pairs, strict=True)
-    scores = model.similarity(model.encode(queries), model.encode(passages))  # of the means over the tokens
-    scores -= 2 * scores.new_tensor([[query == each for each in passages] for query in queries])  # none finds itself
+    scores = model.similarity(model.encode(queries), model.encode(passages))  # cosines of mean-pooled embeddings
+    scores -= 2 * scores.new_tensor([[query == passage for passage in passages] for query in queries])  # not itself
     return sum(i in best for i, best in enumerate(scores.topk(min(10, len(pairs))).indices.tolist())) / len(pairs)
 
 

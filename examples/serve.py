@@ -25,17 +25,19 @@ stop = asyncio.Event()
 
 
 async def predict(request):
-    given = await request.json()
-    examples = [given] if isinstance(given, str) else given
-    if not isinstance(examples, list) or not all(isinstance(each, str | list) for each in examples):
+    body = await request.json()
+    examples = [body] if isinstance(body, str) else body
+    if not isinstance(examples, list) or not all(isinstance(example, str | list) for example in examples):
         raise ValueError("send a text or a list of examples, each a text or a list of texts")
-    if len(examples) > EXAMPLES or any(len("".join(each)) > CHARACTERS for each in examples):
+    if len(examples) > EXAMPLES or any(len("".join(example)) > CHARACTERS for example in examples):
         return JSONResponse(f"more than {EXAMPLES} examples, or than {CHARACTERS:,} characters in one", 413)
     if stop.is_set() or queue.qsize() >= int(most_waiting):
         return JSONResponse("stopping or busy", 503 if stop.is_set() else 429, {"Retry-After": "1"})
     queue.put_nowait((examples, future := asyncio.Future()))
-    answers = [a | {"id": str(i)} if "id" in a else a for i, a in enumerate(await future)]  # as without neighbours
-    return JSONResponse(answers if examples is given else answers[0])
+    answers = [
+        a | {"id": str(i)} if "id" in a else a for i, a in enumerate(await future)
+    ]  # ids of this request, not of the batch
+    return JSONResponse(answers if examples is body else answers[0])
 
 
 async def main():
@@ -48,11 +50,12 @@ async def main():
         while not alone and not queue.empty() and sum(len(examples) for examples, _ in batch) <= BATCH - EXAMPLES:
             batch.append(queue.get_nowait())
         try:
-            found = iter(await asyncio.to_thread(model.predict, [each for examples, _ in batch for each in examples]))
+            texts = [example for examples, _ in batch for example in examples]
+            answers = iter(await asyncio.to_thread(model.predict, texts))
             for examples, future in batch:
-                future.set_result([next(found) for _ in examples])
+                future.set_result([next(answers) for _ in examples])
         except Exception as error:
-            alone += batch if len(batch) > 1 else batch[0][1].set_exception(error) or []  # one by one from here
+            alone += batch if len(batch) > 1 else batch[0][1].set_exception(error) or []  # retried one by one
     server.should_exit = True
     await serving
 

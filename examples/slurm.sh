@@ -1,12 +1,12 @@
 #!/bin/bash
-# Pre-trains on the nodes of a SLURM job, one rank per GPU, over as many time limits as it takes.
+# Pre-trains on the nodes of a SLURM job, one rank per GPU, over several time limits if needed.
 #
 #   sbatch examples/slurm.sh CORPUS RUN [options of `electra-fast pretrain`]
 #
 # Every rank reads CORPUS, and rank 0 writes RUN: both must be on a file system that all nodes share. Activate the
 # Python environment below, and adapt the #SBATCH lines.
 #
-# srun starts a torchrun on each node, and that the ranks. Two minutes before the time limit, SLURM sends SIGUSR1 to
+# srun starts torchrun on each node, and torchrun starts the ranks. Two minutes before the time limit, SLURM sends SIGUSR1 to
 # this script, which sends SIGTERM to srun and so to each torchrun, which passes it on: all ranks stop after the same
 # step, and rank 0 writes a checkpoint, for which torchrun leaves them 30 seconds. This script then requeues its job,
 # which starts again from here and resumes at that checkpoint. Without that signal the job ends: with 0 if the run is
@@ -20,7 +20,7 @@
 #SBATCH --time=04:00:00
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue
-# One log for all the parts of a run.
+# One log for all jobs of a run.
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 

@@ -1,13 +1,13 @@
-"""Sorts support tickets into queues, and leaves those that it is not sure of to a person.
+"""Routes support tickets to queues, and leaves uncertain ones to a person.
 
 Needs a run or an exported encoder, and past tickets with the columns `subject`, `body` and `queue` (.csv, .jsonl, ...):
 
     python examples/tickets.py train run tickets.csv work/
     tail -n 0 -F new.jsonl | python examples/tickets.py route work/ 0.9 > routed.jsonl
 
-`train` prints how many tickets each threshold would route, and how many of these to the right queue. `route` reads a
-ticket per line as it comes, as JSON with `subject` and `body`, and adds `queue` and `probability`: the queue is null
-where the probability is below the threshold.
+`train` prints the fraction of tickets that each threshold would route, and how many of these go to the right queue.
+`route` reads a ticket per line as it arrives, as JSON with `subject` and `body`, and adds `queue` and `probability`.
+The queue is null if the probability is below the threshold.
 """
 
 import json
@@ -18,14 +18,14 @@ import electra_fast as ef
 
 
 def train(encoder, tickets, out):
-    """Trains in cross-validation, for the numbers, and then the model to use."""
+    """Estimates the accuracy by cross-validation, then trains the final model."""
     settings = {"task": "classification", "train": tickets, "text": ["subject", "body"], "label": "queue"}
-    # With calibration, about 90 % of the answers with a probability of 0.9 are right. Longer tickets are cut: a model
-    # with that many positions can read more by {"finetune.sequence_length": 512}.
+    # With calibration, about 90 % of the answers with a probability of 0.9 are right. Long tickets are truncated; if
+    # the model has enough positions, {"finetune.sequence_length": 512} reads more.
     settings["overrides"] = {"finetune.calibrate": True}
-    # Five models; each predicts a fifth of the tickets, which it has not learned from.
+    # Five models, each of which predicts the fifth of the tickets that it was not trained on.
     ef.finetune(encoder, out=f"{out}/folds", folds=5, **settings)
-    # This one learns from nine tenths. The others choose its best step and its temperature.
+    # The final model trains on nine tenths; the rest selects its best step and its temperature.
     ef.finetune(encoder, out=f"{out}/final", **settings)
 
     files = Path(out).glob("folds/classification/fold-*/seed-0/predictions.dev.jsonl")
@@ -33,10 +33,10 @@ def train(encoder, tickets, out):
     answers = [json.loads(line) for line in lines]
     print("threshold  routed  of these right")
     for threshold in (0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98):
-        routed = [each for each in answers if max(each["scores"].values()) >= threshold]
-        right = sum(each["label"] == each["gold"] for each in routed) / max(1, len(routed))
+        routed = [answer for answer in answers if max(answer["scores"].values()) >= threshold]
+        right = sum(answer["label"] == answer["gold"] for answer in routed) / max(1, len(routed))
         print(f"{threshold:9.2f}  {len(routed) / len(answers):6.1%}  {right:14.1%}")
-    print(f"each queue's precision and recall, and the surest errors: {out}/folds/classification/report.md")
+    print(f"each queue's precision and recall, and the most confident errors: {out}/folds/classification/report.md")
 
 
 def route(out, threshold):

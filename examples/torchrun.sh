@@ -15,10 +15,10 @@
 # Signals go to torchrun, which passes them on to the ranks: the run stops after its current step, writes a
 # checkpoint, and is not restarted. Run the same command to resume. Ranks that need more than 30 seconds for that are
 # killed (torch 2.12 or newer: --shutdown-timeout changes the limit). torchrun's own exit code is then 1 whatever the
-# signal. Where torchrun ends without telling its ranks, by SIGKILL say, they notice and stop in the same way.
+# signal. If torchrun ends without a signal to its ranks, for example by SIGKILL, they notice and stop in the same way.
 #
-# With --train.max_minutes, too, torchrun's exit code is 1, after restarts of which each trains one step: the minutes
-# count from the start of torchrun. To have them stop at once, leave out --max-restarts.
+# With --train.max_minutes, torchrun's exit code is also 1, after restarts that train one step each, because the minutes
+# count from the start of torchrun. To stop at once, remove --max-restarts.
 #
 # torchrun replaces the handler for SIGHUP, so nohup does not protect the run from a closed terminal: use tmux, or
 # take SIGHUP off that list.
@@ -28,7 +28,7 @@ corpus=$1
 run=$2
 shift 2
 
-# The c10d rendezvous restarts all nodes together; with --node-rank and --master-addr, each node would on its own.
+# The c10d rendezvous restarts all nodes together; with --node-rank and --master-addr, each node restarts alone.
 exec torchrun \
     --nnodes="${NUM_NODES:-1}" \
     --nproc-per-node="${RANKS_PER_NODE:-gpu}" \

@@ -4,9 +4,9 @@ Needs `pip install optuna`, a run or an exported encoder, and a file of labeled 
 
     python examples/tune.py run reviews.csv tuning/ 20
 
-tries 20 settings with three seeds each; settings whose validation scores fall below the median of the others after as
-many epochs are given up. The same command continues after a kill, and a larger number adds trials. The score of the
-best one is flattered by the choice: score its settings once more on texts that were not used here (`--test` of
+tries 20 settings with three seeds each, and stops a setting early if its validation scores fall below the median of the
+others at the same epoch. The same command resumes after an interruption, and a larger number adds trials. The best
+score is optimistic, because it was selected: evaluate its settings on texts that were not used here (`--test` of
 `electra-fast finetune`).
 """
 
