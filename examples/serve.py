@@ -1,7 +1,7 @@
 """Serves a fine-tuned model over HTTP: a folder that `finetune` wrote, or its ONNX export, which needs no torch.
 
 pip install electra-fast onnxruntime uvicorn "starlette>=1.6"; python examples/serve.py FOLDER localhost 8000
-curl localhost:8000 -d '["a text", "another"]'    # answers as of `predict`; requests that arrive together share a batch
+curl localhost:8000 -d '["a text", "another"]'    # prints predictions; requests that arrive together share a batch
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse
 import electra_fast as ef
 
 folder, host, port, most_waiting = (*sys.argv[1:], 1000)[:4]
-BYTES = 1_000_000
-CHARACTERS = 20_000
-EXAMPLES = 100
-BATCH = 256  # most per body, example, request, computation
+BYTES = 1_000_000  # at most, per request
+CHARACTERS = 20_000  # at most, per example
+EXAMPLES = 100  # at most, per request
+BATCH = 256  # examples that are computed together
 model = ef.load(folder)
 queue = asyncio.Queue()
 stop = asyncio.Event()
@@ -34,9 +34,8 @@ async def predict(request):
     if stop.is_set() or queue.qsize() >= int(most_waiting):
         return JSONResponse("stopping or busy", 503 if stop.is_set() else 429, {"Retry-After": "1"})
     queue.put_nowait((examples, future := asyncio.Future()))
-    answers = [
-        a | {"id": str(i)} if "id" in a else a for i, a in enumerate(await future)
-    ]  # ids of this request, not of the batch
+    # Ids count within this request, not within the batch.
+    answers = [a | {"id": str(i)} if "id" in a else a for i, a in enumerate(await future)]
     return JSONResponse(answers if examples is body else answers[0])
 
 
