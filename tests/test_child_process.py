@@ -16,7 +16,7 @@ PROGRAM = "import json, random, numpy, electra_fast.cli; print(electra_fast.__fi
 
 
 @pytest.mark.process
-def test_a_child_imports_nothing_from_the_current_folder(hostile_folder, monkeypatch):
+def test_child_imports_nothing_from_current_folder(hostile_folder, monkeypatch):
     monkeypatch.syspath_prepend("")  # as in a notebook
     monkeypatch.syspath_prepend(str(hostile_folder))  # as in `python -m`
     command = python_command(PROGRAM, "a b", "ü")

@@ -22,7 +22,7 @@ def test_reference_page_is_up_to_date(name):
 
 
 @pytest.mark.parametrize("name", ef.__all__)
-def test_everything_public_has_a_docstring(name):
+def test_public_names_have_docstrings(name):
     public = getattr(ef, name)
     assert isinstance(public, str) or inspect.getdoc(public)
     members = vars(public) if inspect.isclass(public) else {}

@@ -245,7 +245,7 @@ def test_moved_folder_is_reported_with_its_configuration_file(folders, tmp_path,
     path = tmp_path / "config.toml"
     path.write_text(f'preset = "tiny"\n[data]\ncorpus = ["{folders}/wiki:1", "{tmp_path}/gone:2"]\n')
     assert main(["pretrain", "--config", str(path), "--out", str(tmp_path / "run")]) == 2
-    assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; give its' in capsys.readouterr().err
+    assert f'{path}: data.corpus = "{tmp_path}/gone": no such folder; pass its new' in capsys.readouterr().err
 
 
 def test_incomplete_state_is_refused_when_settings_change(folders):

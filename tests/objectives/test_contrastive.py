@@ -23,7 +23,7 @@ def unchanged_slots(batch, key):
     return (samples.view(-1, SLOTS) >= 0) & (batch["masked_weights"] > 0)
 
 
-def test_a_fifth_of_the_segments_stays_unchanged():
+def test_one_fifth_of_segments_is_unchanged():
     batch = make_batch(ROWS)
     is_whole = unchanged_slots(batch, RngKey(KEY))
     used = batch["masked_weights"] > 0

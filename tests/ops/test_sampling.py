@@ -83,7 +83,7 @@ def test_neighboring_slots_steps_and_seeds_are_independent() -> None:
         assert abs((first == other).double().mean().item() - 1 / 16) < 0.006, name
 
 
-def test_a_slot_gets_the_same_sample_in_any_subset_and_order() -> None:
+def test_slot_sample_is_independent_of_subset_and_order() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(200, 700, generator=random)
     slots = torch.randperm(10_000, generator=random)[:200]

@@ -53,9 +53,13 @@ RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": 
 @pytest.mark.parametrize(
     ("corpus", "options", "message"),
     [
-        (ef.Config(), {}, "the first argument is the corpus; give the configuration with config="),
-        ("own.toml", {}, "own.toml: a configuration is given with --config"),
-        (["shards:1", "own.toml:2"], {}, "own.toml: a configuration is given with --config"),
+        (ef.Config(), {}, "the first argument is the corpus; pass the configuration as config="),
+        ("own.toml", {}, "own.toml: must be the folder of a corpus; pass a configuration with --config"),
+        (
+            ["shards:1", "own.toml:2"],
+            {},
+            "own.toml: must be the folder of a corpus; pass a configuration with --config",
+        ),
         ("shards", {"device": "gpu"}, "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
         ("shards", {"device": "cuda:99"}, "device = 'cuda:99': this machine has "),
         ("shards", {"device": "cuda:0", "ranks": RANKS}, "each rank chooses its GPU"),

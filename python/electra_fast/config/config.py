@@ -228,7 +228,7 @@ class DataConfig(Section):
         high=4096,
         or_auto=True,
     )
-    num_threads: int = config_key(1, "threads that fill batches, plus one that plans them", low=1, high=1024)
+    num_threads: int = config_key(1, "threads that fill batches, in addition to a planning thread", low=1, high=1024)
     prefetch: int = config_key(4, "batches prepared ahead", low=1, high=1024)
     cache_dir: str = config_key("", "local cache of corpora in object stores; empty: ~/.cache/electra-fast/corpora")
     cache_bytes: int = config_key(1 << 34, "size limit of a node's cache of object-store corpora", low=1, high=1 << 60)

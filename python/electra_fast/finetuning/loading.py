@@ -23,8 +23,8 @@ def load(
 
     Args:
         path: A run (its latest checkpoint), a checkpoint, an export or one of its folders; a folder that `finetune`
-            wrote; a folder that `export --onnx` wrote, which needs no torch; or a folder of `transformers` or
-            sentence-transformers: ELECTRA, ModernBERT, BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, DeBERTaV2 and V3.
+            wrote; a folder that `export --onnx` wrote, which needs no torch; or a folder of a supported model of
+            `transformers` or sentence-transformers.
         device: `auto` (CUDA if there is a GPU), `cpu`, `cuda` or `cuda:N`.
         precision: Dtype of activations: `fp32`, `fp16` or `bf16`. With `auto`, `encode` computes in fp32, like
             sentence-transformers; `predict` and `detect` compute in bf16 on CUDA, and on a CPU in the faster dtype in a

@@ -176,7 +176,7 @@ def add_lines(path, *lines):
     path.write_text(path.read_text() + "".join(line + "\n" for line in lines))
 
 
-def test_a_few_malformed_training_lines_are_left_out(tmp_path):
+def test_few_malformed_training_lines_are_skipped(tmp_path):
     folder = write_task(tmp_path, "qqp")
     train = write(folder / "train.tsv", OFFICIAL["qqp"][0], ["0", "1"] * 150)
     add_lines(train, "9\t9\t9\tcut off", "9\t9\t9\ta\tb\t", "9\t9\t9\ta\tb\t1\t\t")  # tabs at the end are ignored
