@@ -267,7 +267,7 @@ def test_last_document_of_a_small_corpus_is_for_validation(vocab, tmp_path):
     assert verify(tmp_path / "a")
     report = prepare(iter(["w1"]), vocab=vocab, out=tmp_path / "b", holdout=0.001, progress=False)
     assert report.holdout_documents == 0 and Corpus(tmp_path / "b").holdout is None
-    with pytest.raises(ValueError, match="holdout took every document"):
+    with pytest.raises(ValueError, match="validation set took every document"):
         prepare(iter(["w1", "w2"]), vocab=vocab, out=tmp_path / "c", holdout=1 - 1e-9, progress=False)
 
 

@@ -188,10 +188,10 @@ def test_tokenizer_json_and_setting_that_disagree_are_refused(name, released, tm
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        ({"model_type": "bpe"}, RELEASED, "spm.model: model_type of this SentencePiece model is BPE"),
-        ({"add_dummy_prefix": False}, RELEASED, "spm.model: add_dummy_prefix of this SentencePiece model is False"),
-        ({"remove_extra_whitespaces": False}, RELEASED, "spm.model: remove_extra_whitespaces .* is False"),
-        ({"treat_whitespace_as_suffix": True}, RELEASED, "spm.model: treat_whitespace_as_suffix .* is True"),
+        ({"model_type": "bpe"}, RELEASED, "spm.model: model_type = BPE of this SentencePiece model"),
+        ({"add_dummy_prefix": False}, RELEASED, "spm.model: add_dummy_prefix = False"),
+        ({"remove_extra_whitespaces": False}, RELEASED, "spm.model: remove_extra_whitespaces = False"),
+        ({"treat_whitespace_as_suffix": True}, RELEASED, "spm.model: treat_whitespace_as_suffix = True"),
         ({}, {"split_by_punct": True}, "tokenizer_config.json: split_by_punct is true, but .*spm.model"),
         ({}, {"add_prefix_space": False}, "tokenizer_config.json: add_prefix_space is false, but .*spm.model"),
         ({}, {"tokenizer_class": "BertTokenizer"}, 'tokenizer_class is "BertTokenizer" in .*config.json, but an spm'),

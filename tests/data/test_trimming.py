@@ -161,7 +161,7 @@ REFUSED = {
     "--out {full}": r".*full: not empty; choose another folder",
     "--size 7": r"size = 7: must be at least \d+, for special tokens, bytes and ASCII characters",
     "--trim {full}": r".*tokenizer.json: not found, nor vocab.txt",
-    "{full}/empty.txt": r"the corpus is empty: no token in all the input",
+    "{full}/empty.txt": r"the corpus is empty: the input has no tokens",
 }
 
 

@@ -199,7 +199,7 @@ mod tests {
             Header { num_documents: 6, ..header() },
             Header { kind: FileKind::Lines, body_length: 2, ..header() },
         ] {
-            assert!(Header::parse(&wrong.to_bytes()).unwrap_err().contains("contradict"), "{wrong:?}");
+            assert!(Header::parse(&wrong.to_bytes()).unwrap_err().contains("inconsistent"), "{wrong:?}");
         }
     }
 }

@@ -291,10 +291,7 @@ fn killed_readers_of_a_small_cache_get_the_rows_from_disk() {
         let (url, dir, output) = (&server.url, scratch.path().join("cache"), output(number));
         let job = format!("{number} {url} {} {bytes} {}", dir.display(), output.display());
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        command
-            .args(["a_reader_in_a_process_of_its_own"])
-            .env(READER, job)
-            .stdout(std::process::Stdio::null());
+        command.args(["reader_in_a_separate_process"]).env(READER, job).stdout(std::process::Stdio::null());
         command.spawn().unwrap()
     };
     let hashes_of = |number: usize| -> Vec<u64> {

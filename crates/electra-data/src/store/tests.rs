@@ -137,7 +137,7 @@ fn rows() -> Vec<Row> {
         ("file", "complete", &[OTHER, OTHER], "the store lost the parts"),
         ("file", "complete", &[Undone(412, "")], "replaced while in use"),
         ("delete", "delete", &[Undone(200, REFUSED)], "(code: AccessDenied)"),
-        ("list", "list", &[Undone(403, DENIED)], "check the credentials and their read permission"),
+        ("list", "list", &[Undone(403, DENIED)], "check the credentials and their read"),
         ("list", "list", &[Undone(404, NO_BUCKET)], "not found; check the URL, the bucket and the region"),
         ("head", "head", &[Undone(404, "")], "not found"),
         ("get", "get", &[Undone(404, "")], "not found"),
