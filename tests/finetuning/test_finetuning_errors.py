@@ -208,7 +208,7 @@ def test_model_and_keys_are_checked_before_data(encoder_folder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "deberta"}')
     with pytest.raises(InputError, match=r"model_type = 'deberta' \(DeBERTa V1\): must be deberta-v2"):
         ef.finetune(model=tmp_path, **arguments)
-    with pytest.raises(InputError, match="finetune.epochs is given twice"):
+    with pytest.raises(InputError, match="finetune.epochs has two values"):
         ef.finetune(encoder_folder, **arguments, epochs=1, overrides={"finetune.epochs": 2})
     for key, value in (("finetune.epoch", 3), ("finetune.epochs", -1), ("finetune.sequence_length", 1000)):
         with pytest.raises(InputError, match=key):

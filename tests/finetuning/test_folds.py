@@ -147,7 +147,7 @@ def test_cross_validation_reports_folds_and_resumes(files, encoder_folder, tmp_p
     ("more", "message"),
     [
         ({"folds": 1}, "folds = 1: must be at least 2"),
-        ({"folds": 7}, r"--folds 7 with 6 examples of the class 'rare'; lower --folds"),
+        ({"folds": 7}, r"only 6 examples of the class 'rare' for --folds 7; lower --folds"),
         ({"folds": 2, "dev": "dev.jsonl"}, "remove --dev and --dev-fraction"),
         ({"folds": 2, "dev_fraction": 0.3}, "--dev-fraction"),
         ({"folds": 2, "group": "patient"}, r"no column 'patient'; available columns: .*text.*; choose with --group"),

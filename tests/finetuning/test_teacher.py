@@ -313,7 +313,7 @@ def test_transformers_model_without_task_head_is_refused(tmp_path, ending):
     """Loading it in a class with another head would give random weights."""
     name = "BertModel" if ending == "Model" else f"BertFor{ending}"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": [name]}))
-    with pytest.raises(InputError, match="fine-tune it"):
+    with pytest.raises(InputError, match="fine-tune (it|this encoder)"):
         Teacher(tmp_path, tmp_path / "kept", torch.device("cpu"))
 
 
