@@ -25,7 +25,7 @@ steps = int(sys.argv[5])
 # * Casing: without capitals, "Alma" and "alma" are one word, which suits a small model and little text. Keep them
 #   (cased=True) if they matter to your task: names in text, or nouns in German.
 # * Accents: kept, since "kor" (age), "kór" (disease) and "kör" (circle) are different words. Strip them only if your
-#   users leave them out.
+#   users omit them.
 vocab = out / "vocab.txt"
 if not vocab.exists():
     out.mkdir(parents=True, exist_ok=True)

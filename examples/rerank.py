@@ -1,12 +1,12 @@
-"""Re-ranks what a keyword search finds, with a cross-encoder trained from an exported encoder.
+"""Re-ranks the results of a keyword search with a cross-encoder trained from an exported encoder.
 
     pip install "sentence-transformers[train]>=6"
     python examples/rerank.py model/encoder questions.tsv reranker/ "who wrote the first compiler?"
 
 The file has a question per line, a tab, and the passage that answers it. A cross-encoder reads both together: more
 exact than comparing embeddings (search.py), but too slow for more than the first results of a fast search, here TF-IDF.
-It learns to separate right passages from the wrong ones that this search ranks highest. Every tenth question is kept
-for evaluation.
+It learns to separate right passages from the wrong passages that this search ranks highest. Every tenth question is
+kept for evaluation.
 """
 
 import sys
