@@ -188,5 +188,5 @@ def test_text_of_another_script_is_reported(tmp_path: Path) -> None:
     crate.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("слово за словом the")
     done = run("vocab", tmp_path / "text.txt", "--trim", tmp_path / "tokenizer.json", "--out", tmp_path / "out")
-    assert re.search(r"/out: \d+ of 401 entries; 75.00% of the text's tokens are \[UNK\]\nmake a run", done.stdout)
+    assert re.search(r"/out: \d+ of 401 entries; 75.00% of the text's tokens are \[UNK\]\nturn the model", done.stdout)
     assert "warning: 75.0% of the tokens are [UNK] (of a sample, most often: " in done.stderr
