@@ -236,7 +236,7 @@ def test_missing_configuration_of_run(folder, tmp_path):
     saved.unlink()
     for options in ((), (folder / "shards", "--preset", "tiny")):
         said = fails("pretrain", *options, "--out", tmp_path / "run")
-        assert f"{saved}: missing, though there are checkpoints; copy {tmp_path / 'run/checkpoints/step-3'}" in said
+        assert f"{saved}: missing; restore it from {tmp_path / 'run/checkpoints/step-3'}" in said
     done = run("export", tmp_path / "run", "--out", tmp_path / "export")  # the checkpoint has a copy
     assert done.returncode == 0, done.stderr
 
