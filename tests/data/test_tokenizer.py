@@ -98,7 +98,7 @@ class TestCase:
         assert alone.to_json() == other.to_json() == (tmp_path / "w/tokenizer.json").read_text(encoding="utf-8")
 
     @pytest.mark.parametrize(
-        ("words", "found", "options"),
+        ("words", "casing", "options"),
         [
             (["か", "が"], "uncased (text is lowercased, accents are kept)", LOWER),
             (["A", "が"], "cased", CASED),
