@@ -108,7 +108,7 @@ class TestCase:
     def test_guessed_case_is_reported_with_the_flag(self, text, tmp_path, words, casing, options):
         vocab = write_vocab(tmp_path / "vocab.txt", *words)
         done = run("prepare", text, "--vocab", vocab, "--out", tmp_path / "shards")
-        [line] = [line for line in done.stderr.splitlines() if "judging" in line]
+        [line] = [line for line in done.stderr.splitlines() if "assumed" in line]
         assert line.startswith(f"{vocab}: assumed {casing} from ")
         assert "--cased or --uncased" in line
         assert Corpus(tmp_path / "shards").tokenizer_options == options
