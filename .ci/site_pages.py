@@ -1,8 +1,8 @@
 """The documentation's site: `python .ci/site_pages.py` builds it strictly into site/, from a copy of docs/.
 
 Links in Markdown are relative, so that they work in a checkout and on GitHub. In the site, and in the description of a
-wheel (`clean_wheel.py`), those that leave docs/ become addresses of this version's files. The project's address is in
-pyproject.toml alone.
+wheel (`clean_wheel.py`), links that leave docs/ become addresses of this version's files. The project's address is only
+in pyproject.toml.
 """
 
 import os
@@ -25,7 +25,7 @@ def addresses() -> tuple[str, str]:
 
 
 def with_addresses(text: str, page: Path, revision: str, root: Path | None = None) -> str:
-    """Returns a page's text with addresses in place of its relative links, but of those within `root`.
+    """Returns a page's text with addresses instead of its relative links, except links within `root`.
 
     Args:
         text: Markdown.
@@ -40,7 +40,7 @@ def with_addresses(text: str, page: Path, revision: str, root: Path | None = Non
         target = Path(os.path.normpath(page.parent / path))
         if re.match(r"\w+:", path) or not path or (root and target.is_relative_to(root)):
             return link[0]
-        # Pictures are shown from GitHub's store of raw files; its pages of files are no pictures.
+        # GitHub's page of a file is not an image, so images need the address of the raw file.
         kind = "raw" if target.suffix in (".png", ".svg") else "tree" if target.is_dir() else "blob"
         return f"{link[1]}{source}/{kind}/{revision}/{target.relative_to(TREE).as_posix()}{mark}{anchor}"
 

@@ -105,7 +105,7 @@ def teach(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 def _start_from(first: Path, out: Path, name: str) -> None:
     """Copies the common parts of the study's rows: the student alone, and the teacher's outputs."""
     if first.exists() and not out.exists():
-        seeds = lambda folder, names: [name_ for name_ in names if name_[:5] == "seed-" and Path(folder).name == name]  # noqa: E731
+        seeds = lambda folder, names: [entry for entry in names if entry[:5] == "seed-" and Path(folder).name == name]  # noqa: E731
         shutil.copytree(first, out, ignore=seeds)
 
 

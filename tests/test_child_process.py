@@ -25,7 +25,7 @@ def test_child_imports_nothing_from_current_folder(hostile_folder, monkeypatch):
     assert Path(path).resolve().parent == PACKAGE and arguments == ["a b ü\n"]
 
 
-def test_folders_that_are_meant_stay(hostile_folder, tmp_path, monkeypatch):
+def test_intended_folders_stay_on_search_path(hostile_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", str(hostile_folder), str(tmp_path), "/elsewhere"])
     assert search_path() == [str(tmp_path), "/elsewhere"]
     monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{hostile_folder}")

@@ -115,9 +115,7 @@ def hour_table(lines: Iterable[Mapping[str, Any]]) -> str:
         means = [score(result) for result in results]
         mean = statistics.mean(means)
         spread = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
-        rows.append(
-            (is_untrained, -mean, [name, tokens, *(f"{result:.1f}" for result in scores), f"{mean:.1f}{spread}"])
-        )
+        rows.append((is_untrained, -mean, [name, tokens, *(f"{value:.1f}" for value in scores), f"{mean:.1f}{spread}"]))
     return markdown(["", "tokens", *TASKS.values(), "mean"], [row for *_, row in sorted(rows)])
 
 

@@ -82,7 +82,7 @@ def do(folder: Path) -> dict[str, Any]:
     finally:
         with (folder / SECONDS).open("a") as file:
             file.write(f"{sum(os.times()[:4]) - before}\n")
-    report_: dict[str, Any] = {
+    result: dict[str, Any] = {
         # CPU time, which other processes disturb less than the clock; sessions that were killed are not counted.
         "seconds": round(sum(map(float, (folder / SECONDS).read_text().split())), 1),
         "tokens": num_steps * config.train.batch_size * config.data.sequence_length,
@@ -99,13 +99,13 @@ def do(folder: Path) -> dict[str, Any]:
             corrupted_by=corruptor,
             mlm_examples=0,
         )
-        report_["corrupted_by"][name] = {key: report[key] for key in JUDGED}
+        result["corrupted_by"][name] = {key: report[key] for key in JUDGED}
     if job["glue"]:
         data, name, num_seeds = job["glue"]
         fixed = {"finetune.epochs": 3, "finetune.select": "last"}  # as in the earlier lines of recipes.jsonl
         tasks = ef.finetune(model, glue=data, out=folder / "tasks" / name, seeds=num_seeds, overrides=fixed)
-        report_ |= {"tasks": {name: scores["median"] for name, scores in tasks.items()}, "tasks_of": name}
-    return report_
+        result |= {"tasks": {name: scores["median"] for name, scores in tasks.items()}, "tasks_of": name}
+    return result
 
 
 def _write_untrained(config: ef.Config, corpus: str, run: Path) -> None:

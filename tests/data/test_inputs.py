@@ -83,7 +83,7 @@ def test_saved_dataset_without_a_file_or_train_split_is_refused(vocab, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_train_is_read_of_saved_splits(vocab, tmp_path, capfd):
+def test_only_train_split_of_a_saved_dataset_is_read(vocab, tmp_path, capfd):
     saved = save_splits(tmp_path / "saved", test=["w1"], train=["w2", "w3"], validation=["w4"])
     report = prepare([saved], vocab=vocab, out=tmp_path / "train")
     assert texts_of(tmp_path / "train") == ["w2", "w3"]
@@ -361,7 +361,7 @@ def test_rows_of_a_dataset_are_read(vocab, tmp_path):
         prepare(rows, vocab=vocab, out=tmp_path / name, text="title,text", progress=False)
         assert texts_of(tmp_path / name) == ["w2 w1", "w3", "w6 w4 w5"]
     (tmp_path / "vocab.txt").touch()
-    with pytest.raises(ValueError, match="vocab.txt: exists, and would be taken to belong to the tokenizer.json"):
+    with pytest.raises(ValueError, match="vocab.txt: exists, and it would be read together with the tokenizer.json"):
         ef.vocab(dataset, out=tmp_path / "words.txt", size=60, min_frequency=1, progress=False)
     ef.vocab(dataset, out=tmp_path / "words" / "words.txt", size=60, min_frequency=1, progress=False)
     assert "w1" in (tmp_path / "words" / "words.txt").read_text().split()

@@ -170,7 +170,7 @@ def test_rank_needs_the_lanes_of_its_rows(folder_of_lanes):
         merge_states([before, first.state()])
     with pytest.raises(ValueError, match="^no states to merge"):
         merge_states([])
-    with pytest.raises(ValueError, match='packing=best-fit" but this loader has ".* lanes=4"'):
+    with pytest.raises(ValueError, match='packing=best-fit", but this loader has ".* lanes=4"'):
         first.restore(BatchLoader(folder_of_lanes, sequence_length=8, batch_size=8).state())
 
 

@@ -135,12 +135,12 @@ def test_skipped_rows_are_counted_over_all_tasks_and_streams_are_refused(vocab, 
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "w1"}\n{\n' + "\n" * (4 << 20))
     arguments = {"vocab": vocab, "executor": Immediate(), "progress": False}
-    with pytest.raises(InputError, match="2 bad rows were skipped so far, and --skip-bad-rows allows 1"):
+    with pytest.raises(InputError, match="2 bad rows were skipped so far, but --skip-bad-rows allows 1"):
         prepare([tmp_path], out=tmp_path / "few", skip_bad_rows=1, **arguments)
     assert prepare([tmp_path], out=tmp_path / "out", skip_bad_rows=2, **arguments).skipped_rows == 2
-    with pytest.raises(InputError, match="executor needs files as inputs"):
+    with pytest.raises(InputError, match="executor: needs files as inputs"):
         prepare(iter(["w1"]), out=tmp_path / "none", **arguments)
-    with pytest.raises(InputError, match="give executor or partition, not both"):
+    with pytest.raises(InputError, match="executor: excludes partition"):
         prepare([tmp_path], out=tmp_path / "none", partition="1/2", **arguments)
     assert not (tmp_path / "none").exists()
 
@@ -294,9 +294,9 @@ def test_missing_scheduler_is_one_line(text, vocab, tmp_path, monkeypatch):
         patch.setattr("distributed.Client", lambda *_, **__: pytest.fail("a client was made"))
         done = in_process.run(*arguments, f"tcp://127.0.0.1:{free_port()}")
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"electra-fast: error: --scheduler tcp:\S+ no Dask scheduler answers there .*\n", done.stderr)
+    assert re.fullmatch(r"electra-fast: error: --scheduler tcp:\S+ no Dask scheduler responds .*\n", done.stderr)
     done = in_process.run(*arguments, "nonsense://x")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     monkeypatch.setitem(sys.modules, "distributed", None)
     done = in_process.run(*arguments, "tcp://127.0.0.1:1")
-    assert done.stderr == "electra-fast: error: --scheduler needs Dask: pip install distributed\n"
+    assert done.stderr == "electra-fast: error: --scheduler: needs Dask; pip install distributed\n"

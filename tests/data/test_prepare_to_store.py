@@ -213,7 +213,7 @@ def test_documents_are_written_and_two_streams_do_not_mix(vocab, tmp_path):
 
     def fail():
         yield "the cat sees"
-        with pytest.raises(InputError, match="another prepare, of other inputs or options, is running here"):
+        with pytest.raises(InputError, match="another prepare of other inputs or options is running here"):
             ef.prepare(iter(["a dog"]), vocab=vocab, out=url, progress=False)
         raise ArithmeticError
 
@@ -239,7 +239,10 @@ def test_files_of_another_run_are_not_overwritten(other, vocab, text, local, tmp
             assert process.poll() is None
         process.kill()
         process.communicate()
-    message = {"manifest": "another program has written manifest.json meanwhile", "job": "another prepare, of other"}
+    message = {
+        "manifest": "another program has written manifest.json in the meantime",
+        "job": "another prepare of other",
+    }
     with pytest.raises(InputError, match=message[other]):
         _data.prepare(_data.Tokenizer(str(vocab)), url, files=[str(text)], progress=write_manifest)
     if other == "manifest":
@@ -254,14 +257,14 @@ def test_unusable_output_is_one_line(s3, vocab, text, monkeypatch):
     for url, message in {
         "s3://absent/x": "not found; check the URL, the bucket and the region",
         "https://host/x": "https://host/x: web servers are read-only; pass an s3://, gs:// or az:// URL",
-        "s3://bucket/full": "already holds something else (notes.txt); choose an empty or new folder for --out",
+        "s3://bucket/full": "contains other files (notes.txt); choose an empty or new folder for --out",
         "s3://bucket/x?a=b": "remove it",
     }.items():
         done = run("prepare", text, "--vocab", vocab, "--out", url)
         assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     done = run("prepare", text, "--vocab", vocab, "--out", "s3://bucket/away")
-    assert done.returncode == 2 and "the request was repeated for" in done.stderr.splitlines()[-1], done.stderr
+    assert done.returncode == 2 and "retried for" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_lost_store_ends_the_run_with_one_line(vocab, text, local, tmp_path, monkeypatch):
@@ -272,7 +275,7 @@ def test_lost_store_ends_the_run_with_one_line(vocab, text, local, tmp_path, mon
         while not any(name.startswith("parts/input-group-") for name, _ in list_objects(url)):
             assert process.poll() is None
     errors = process.communicate(timeout=120)[1]
-    assert process.returncode == 1 and "the request was repeated for" in errors.splitlines()[-1]
+    assert process.returncode == 1 and "retried for" in errors.splitlines()[-1]
     assert not list((tmp_path / "tmp").iterdir())
 
 

@@ -118,7 +118,7 @@ def test_run_killed_in_either_pass_resumes(text, vocab, once, tmp_path):
 
 def test_dropping_duplicates_of_a_pipe_is_refused(vocab, tmp_path):
     options = {"vocab": vocab, "out": tmp_path / "out", "progress": False}
-    with pytest.raises(ValueError, match="drop_duplicates needs files as input, not documents"):
+    with pytest.raises(ValueError, match="drop_duplicates: needs files as input, not documents"):
         prepare(iter(["w1"]), drop_duplicates="lines", **options)
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(ValueError, match=r"pipe.txt: not a regular file; drop_duplicates reads the text twice"):

@@ -178,7 +178,7 @@ def odd_tokenizer(request, tmp_path):
     return json_file
 
 
-def test_offsets_equal_those_of_tokenizers(odd_tokenizer):
+def test_offsets_equal_the_tokenizers_package(odd_tokenizer):
     expected = tokenizers.Tokenizer.from_file(str(odd_tokenizer))
     expected.encode_special_tokens = True
     tokenizer = Tokenizer(odd_tokenizer)

@@ -301,7 +301,7 @@ def test_input_without_an_etag_is_identified_by_its_time(web, tiny_vocab, tmp_pa
     for _ in range(2):
         assert run(*words).returncode == 0
     done = run(*words, "--verify-inputs")
-    assert done.returncode == 2 and "holds no hash of it, so --verify-inputs cannot compare it" in done.stderr
+    assert done.returncode == 2 and "has no hash of it, so --verify-inputs cannot compare it" in done.stderr
     web.modified = "Wed, 02 Jan 2030 00:00:00 GMT"
     done = run(*words)
     assert done.returncode == 2 and "a.txt: has changed since" in done.stderr

@@ -71,7 +71,7 @@ def test_missing_configuration_is_reported(tmp_path):
         checkpoint_folder.require_config(tmp_path)
     (directory / "config.toml").rename(tmp_path / "config.toml")
     checkpoint_folder.require_config(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"step-3/config\.toml: missing; name an older checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"step-3/config\.toml: missing; pass an older checkpoint"):
         read_model(directory)
 
 

@@ -214,7 +214,7 @@ class TestInputs:
             detector.detect("a text")
 
     @pytest.mark.parametrize("method", ["detect", "encode"])
-    def test_other_input_than_list_of_texts_is_refused(self, detector, method):
+    def test_input_must_be_a_list_of_texts(self, detector, method):
         for texts, message in (
             (b"bytes", f"{method} takes a list of texts"),
             ({"text": "a"}, f"{method} takes a list of texts"),

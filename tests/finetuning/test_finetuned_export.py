@@ -235,7 +235,7 @@ def test_published_reader_is_refused(tiny_vocab, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression", "tagging", "question-answering"])
-def test_validation_set_of_finetune_is_compared_on(tiny_vocab, tmp_path, kind):
+def test_comparison_uses_validation_set_of_finetune(tiny_vocab, tmp_path, kind):
     """By default, `export` compares on the validation set that `finetune` wrote."""
     folder, _ = save_model(tmp_path / "model", tiny_vocab, kind)
     encoder = save_encoder(tmp_path / "encoder", tiny_vocab)

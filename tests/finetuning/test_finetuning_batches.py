@@ -77,7 +77,7 @@ def test_each_epoch_has_new_order_of_all_examples():
 
 
 def test_published_order_uses_shuffle_buffer_of_100():
-    """One order is repeated; each draw comes from the next 100 examples of the stream."""
+    """Every epoch repeats one order, and each draw is one of 100 buffered examples."""
     count = 1_000
     steps = num_steps(PUBLISHED, 1_000)
     order = training_order(PUBLISHED, count, seed=0).flatten()
@@ -140,7 +140,7 @@ def test_packed_batches_have_each_token_once(parts, count):
         assert (owners[padding] == len(part.examples)).all()
         assert part.longest == encoded.lengths[chosen[part.examples]].max()
         assert part.cu_seqlens[-1] == ids.size and (np.diff(part.cu_seqlens) > 0).all()
-        # The lengths of rows differ by less than one example.
+        # Row lengths differ by at most one example (60 tokens).
         assert padding.sum() <= len(ids) * 60
 
 

@@ -127,7 +127,7 @@ def has_logged(out):
     return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text()
 
 
-def test_exit_code_is_that_of_the_signal(server, validation_corpus, tmp_path):
+def test_exit_code_has_signal_number(server, validation_corpus, tmp_path):
     ranks = server.start(1, validation_corpus, tmp_path / "run", **ENDLESS)
     wait_for(lambda: has_logged(tmp_path / "run"))
     ranks[0].kill(signal.SIGINT)

@@ -279,8 +279,8 @@ def test_ranks_resume_from_mirror(server, exact_run, validation_corpus, tmp_path
 
 
 def test_export_to_store_loads_after_download(whole_run, tmp_path, url):
-    process = electra_fast("export", whole_run, "--out", url)
-    assert f"{url}: discriminator, encoder, generator load with" in process.stdout, process.stderr
+    done = electra_fast("export", whole_run, "--out", url)
+    assert done.returncode == 0 and f"{url}: discriminator, encoder, generator load with" in done.stdout, done.stderr
     ef.export(whole_run, out=tmp_path / "local")
     copy = fetch(url, tmp_path / "copy")
     assert sorted(path.name for path in copy.iterdir()) == ["discriminator", "encoder", "generator"]

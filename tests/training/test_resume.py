@@ -53,7 +53,7 @@ def test_finished_run_extended_and_resumed_by_folder(run, validation_corpus, cap
     assert_same_run(run, unkilled)
 
 
-def test_configuration_defaults_to_recorded_one(run, tmp_path, monkeypatch):
+def test_recorded_configuration_is_the_default(run, tmp_path, monkeypatch):
     """In Python as on the command line. Hardware choices that cannot run on this machine are made again."""
     saved = run / "config.toml"
     saved.write_text(saved.read_text().replace('execution = "eager"', 'execution = "graph"'))
@@ -67,7 +67,7 @@ def test_configuration_defaults_to_recorded_one(run, tmp_path, monkeypatch):
 
 
 class TestAllowedChanges:
-    def test_recorded_and_effective(self, run, validation_corpus, monkeypatch, capsys):
+    def test_changes_are_recorded_and_take_effect(self, run, validation_corpus, monkeypatch, capsys):
         """One permission is enough, even after a kill before the next checkpoint. Reverting is a change, too."""
         changed = tiny_config(**{"train.steps": "36", "optimizer.learning_rate": "2e-3"})
         with pytest.raises(ValueError, match=r"learning_rate = 0.002, but .* with 0.001; .* pass --allow-changes"):

@@ -66,7 +66,7 @@ def test_rejected_rows_of_a_classification_are_left_out(write):
     assert f"{path}: 2 of 6 rows, rejected or skipped by annotators, are left out" in data.notes
 
 
-def test_answer_column_with_data_is_no_verdict(write):
+def test_answer_column_with_data_is_not_a_verdict(write):
     path = write([prodigy(answer, SPAN) for answer in ("reject", "42")])
     assert len(read("tagging", path).train.texts) == 2
     path = write([{"text": f"a {answer}", "label": answer, "answer": answer} for answer in ("reject", "accept")])

@@ -221,7 +221,7 @@ def test_options_change_labels(write, labels, options, names, targets):
 
 
 @pytest.mark.parametrize("marker", [-1, "-1.0", "-", " ", None, float("nan")])
-def test_markers_of_missing_labels_are_no_classes(write, marker):
+def test_markers_of_missing_labels_are_not_classes(write, marker):
     train = write(labeled(marker, "1", "0", marker, "1"))
     dev = write([{"text": "x", "label": "1"}, {"text": "y", "label": marker}], "dev.csv")
     data = read(train, dev)

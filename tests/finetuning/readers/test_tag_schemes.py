@@ -40,7 +40,7 @@ def written(entities, num_words, scheme):
     return tags
 
 
-def test_random_tags_have_seqevals_entities():
+def test_entities_of_random_tags_equal_seqeval():
     rng = random.Random(0)
     tags = ["O", "B", "I", "E", "S", "B-x-y", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in "XYZ")]
     for _ in range(4000):

@@ -51,7 +51,7 @@ def test_scores_and_files_of_squad(readers, squad_folder, name, version):
 
 
 @pytest.mark.parametrize("name, version", [("squad1", "1.1"), ("squad2", "2.0")])
-def test_predictions_equal_those_after_training(readers, squad_folder, tmp_path, name, version):
+def test_loaded_model_repeats_predictions(readers, squad_folder, tmp_path, name, version):
     """A model loaded from its folder gives the same answers as at the end of training, in the file's order."""
     folder, _, _ = readers[name]
     file = squad_folder / f"dev-v{version}.json"
