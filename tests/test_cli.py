@@ -215,7 +215,7 @@ def test_run_resumes_from_any_folder(folder, tmp_path, monkeypatch):
     data = ("shards", "--preset", "tiny", "--steps", 1, "--batch-size", 4, "--lr", "2e-3")
     monkeypatch.chdir(folder)
     started = run("pretrain", *data, "--out", tmp_path / "run")
-    assert "Muon's matrices follow optimizer.muon_learning_rate = 0.02" in started.stderr
+    assert "Muon's matrices use optimizer.muon_learning_rate = 0.02" in started.stderr
     assert "\nlearning_rate = 0.002\n" in re.sub(" *#.*", "", (tmp_path / "run/config.toml").read_text())
     assert started.returncode == 0, started.stderr
     assert "starts; 1 steps, " in started.stderr

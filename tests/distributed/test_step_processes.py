@@ -198,7 +198,7 @@ def test_worker_error_raised(tiny_corpus):
     step(rows, 0)
     batch = HostBatch.of(rows)
     step.processes.start(batch._replace(values=batch.values[:10], num_rows=7), 1, 1.0)
-    with pytest.raises(RuntimeError, match=r"a worker process failed:\n(.*\n)*.*7 rows, where a step has 12"):
+    with pytest.raises(RuntimeError, match=r"a worker process failed:\n(.*\n)*.*7 rows, expected 12"):
         step.run()
     assert torch.get_num_threads() == 2 and not workers_of(os.getpid())
 

@@ -111,7 +111,7 @@ def test_malformed_line_reported_without_truncation(tmp_path, garbage):
     content = b'{"step": 10}\n\n' + garbage + b'\n{"step": 30}\n{"st'
     path.write_bytes(content)
     for read in (read_records, lambda path: JsonLines(path, last_step=30)):
-        with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3: not .*; repair or remove this line$"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl: line 3: .*must be .*; repair or remove this line$"):
             read(path)
         assert path.read_bytes() == content
     path.write_bytes(content.replace(garbage, b""))

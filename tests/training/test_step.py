@@ -233,7 +233,7 @@ def test_micro_batches_partition_batch(corpus):
 
 def test_wrong_number_of_rows_refused(corpus):
     loader = BatchLoader(corpus, sequence_length=32, batch_size=10)
-    with pytest.raises(ValueError, match="10 rows, where a step has 12"):
+    with pytest.raises(ValueError, match="the batch has 10 rows, expected 12"):
         MicroBatches(torch.device("cpu"), THIRDS).load(HostBatch.of(next(loader)))
 
 
