@@ -369,7 +369,7 @@ COMMANDS = {
         ),
         "evaluate": (
             "evaluate a fine-tuned model on labeled examples (scores and, with --out, a report), or a pre-trained "
-            "model on a corpus (unigram AUC, which compares models, losses, accuracies, AUC) or on minimal pairs"
+            "model on a corpus (unigram AUC for comparing models; losses, accuracies, AUC) or on minimal pairs"
         ),
     },
     "Look": {
