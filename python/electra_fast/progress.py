@@ -127,15 +127,14 @@ class _WorkProgress:
     def say(self, message: str, style: str | None = None) -> None:
         """Prints a permanent line; with `--quiet`, only a warning."""
         if is_shown(message):
-            self._print(printable(message), style)
+            self._print([printable(message)], style)
 
     def warn(self, *messages: str | None) -> None:
         """Prints permanent lines in yellow, also with `--quiet`; does nothing for `None`."""
-        for message in filter(None, messages):
-            self._print(printable(message), "yellow")
+        self._print([printable(message) for message in filter(None, messages)], "yellow")
 
-    def _print(self, message: str, style: str | None = None) -> None:
-        for line in (message, *pointer([message])):
+    def _print(self, messages: list[str], style: str | None = None) -> None:
+        for line in (*messages, *pointer(messages)):
             self.console.print(line, highlight=False, soft_wrap=True, markup=False, style=style)
 
     def _move(self, **changes: Any) -> None:
