@@ -1,7 +1,7 @@
 # The main commands. A fresh machine needs Python 3.11+, Rust and make.
 #
 # All Python code runs from the built wheel, installed into an empty environment outside the source tree,
-# so that what is tested is what is shipped. Downloads and compiled crates are cached; the wheel and
+# so that the tests run the shipped package. Downloads and compiled crates are cached; the wheel and
 # its environment are always rebuilt.
 #
 #   make test PYTHON=python3.13                        another interpreter
@@ -9,7 +9,7 @@
 #   make test PYTEST="-k layers -x"                    some of the tests
 #   make test PYTEST="-n 0"                            the tests in one process
 #
-# `make dev` and `make check` are the exception: they use the source tree, from .venv, and leave out what takes minutes.
+# `make dev` and `make check` are the exception: they use the source tree, from .venv, and skip everything that takes minutes.
 
 PYTHON ?= python3
 TORCH  ?=
@@ -23,10 +23,10 @@ DEMO   := $(CACHE)/$(TREE)/demo
 EXPERIMENTS := $(CACHE)/$(TREE)/experiments
 # Crates from the registry are compiled once per machine, not once per checkout.
 export CARGO_TARGET_DIR ?= $(CACHE)/target
-# Crates name their files in messages. What is built names no folder of this machine.
+# Messages of crates have the paths of their sources; this keeps the folders of the build machine out of them.
 export RUSTFLAGS += --remap-path-prefix=$(HOME)=~
 
-# Python's checks run beside Rust's, neither of which keeps two cores busy. Other goals (`make clean test`) keep their order.
+# Python's checks run in parallel with Rust's, since neither keeps two cores busy. Other goals (`make clean test`) keep their order.
 ifeq ($(filter-out test test-all lint,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=2
 endif
@@ -38,8 +38,8 @@ WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))'
 # goes into the environment, which every run recreates, and never into the source tree.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(ENV)/bytecode
 
-# Of each Rust test program, without the time to compile it. A test that hangs has been named by then: libtest says what
-# "has been running for over 60 seconds".
+# A limit in seconds for each Rust test program, without its compilation. By then, libtest has named a test that hangs:
+# it "has been running for over 60 seconds".
 TIMEOUT := --config 'target."cfg(all())".runner = ["timeout", "--foreground", "--verbose", "--kill-after=10", "600"]'
 
 # $(call environment,FOLDER,EXTRAS): an empty environment with the wheel and its dependencies.
@@ -56,16 +56,16 @@ pytest = cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml $(WORKE
 
 help:
 	@echo "make demo   text to a trained, exported encoder: 1 to 3 minutes of training on two CPU cores: ./demo"
-	@echo "make test   build the wheel, install it in an empty environment, run the checks and each behaviour's test there"
+	@echo "make test   build the wheel, install it in an empty environment, run the checks and test each behavior once"
 	@echo "make test-all  make test, and the slow tests: pages, examples, other libraries, stores, faults of ranks, fuzzers"
 	@echo "make dev    an environment with this source tree, to edit and run: ./.venv"
 	@echo "make check  after an edit: lint, Rust's unit tests, the tests that start no process and train no run, from ./.venv"
 	@echo "make lint   only the checks: ruff, mypy, rustfmt, clippy"
-	@echo "make docs   the documentation's site, with its reference pages written anew: ./site"
+	@echo "make docs   the documentation's site, with regenerated reference pages: ./site"
 	@echo "make wheel  the release wheel: ./dist"
 	@echo "make bench  run the scripts of bench/ that need no texts, hours or GPU, from the installed wheel"
 	@echo "make experiments TEXTS='FILE...' GLUE=FOLDER [BLIMP=FILE BOOKS='FILE...']   the queue of bench/experiments.toml, at the lowest priority"
-	@echo "make clean  remove what these commands made of this checkout (shared tools and registry crates stay)"
+	@echo "make clean  remove the outputs of these commands for this checkout (shared tools and registry crates stay)"
 
 demo: wheel
 	$(call environment,$(DEMO),)
@@ -95,7 +95,7 @@ test-all:
 	$(MAKE) test
 	$(MAKE) test-slow
 
-# Beside Rust's tests: workers that began without bytecode would all compile the same modules at the same time.
+# In parallel with Rust's tests. Without bytecode, all workers would compile the same modules at the same time.
 bytecode: lint-python
 	cd $(ENV) && $(BYTECODE) bin/pytest -c $(CURDIR)/pyproject.toml --quiet --quiet --collect-only $(CURDIR)/tests
 
@@ -124,8 +124,8 @@ wheel: $(TOOLS)/bin/maturin
 	$(TOOLS)/bin/maturin build --release --locked --interpreter $(TOOLS)/bin/python --out dist
 	$(TOOLS)/bin/python .ci/clean_wheel.py dist/electra_fast-*.whl
 
-# Shows that scripts run: all but those that need texts, hours or a GPU, with small settings where they have them. One
-# that fails does not stop the others. For numbers, run a script alone on an idle machine.
+# Shows that the scripts run, with small settings if possible, except those that need texts, hours or a GPU. A failure
+# does not stop the others. For numbers, run a single script on an idle machine.
 bench: SKIPPED := adaptation experiments recipes gpu
 bench: env
 	failed=; for script in $(filter-out $(SKIPPED:%=bench/%.py),$(wildcard bench/*.py)); do \
@@ -133,7 +133,7 @@ bench: env
 	    timeout 900 $(ENV)/bin/python "$$script" $$quick || failed="$$failed $$script"; \
 	done; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-# Hours: run it in a clone of its own, since a change of bench/ changes what it does.
+# Takes hours. Run it in a separate clone, because edits of bench/ affect it.
 experiments: $(if $(and $(TEXTS),$(GLUE)),wheel)
 	$(if $(and $(TEXTS),$(GLUE)),,$(error make experiments needs TEXTS='FILE...' and GLUE=FOLDER))
 	$(call environment,$(EXPERIMENTS),[test])
@@ -147,7 +147,7 @@ clean:
 env: wheel
 	$(call environment,$(ENV),[test])
 
-# Build and install tools, in their own environment.
+# Build and install tools, in a separate environment.
 $(TOOLS)/bin/maturin:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv --clear $(TOOLS)

@@ -20,7 +20,7 @@ mkdir -p "$out"
 [ -e "$out/words/vocab.txt" ] || electra-fast vocab "$out/sentences.txt" --documents line --size 8192 --out "$out/words/vocab.txt"
 electra-fast prepare "$out/sentences.txt" --documents line --vocab "$out/words/vocab.txt" --holdout 0.005 --out "$out/shards"
 
-# Passes in rows of 64 tokens, 64 of them per step; 15 % of the tokens masked gain on these scores (bench/LOG.md).
+# Rows of 64 tokens, 64 rows per step. Masking 15 % of the tokens improves these scores (bench/LOG.md).
 tokens=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["num_tokens"])' "$out/shards/manifest.json")
 electra-fast pretrain "$out/shards" --out "$out/run" --steps $((tokens * ${PASSES:-10} / 4096)) \
   --data.sequence_length 64 --batch-size 64 --data.mask_prob 0.15 "$@"

@@ -44,8 +44,8 @@ impl Process {
         Some(self.is_over(started(self.pid)))
     }
 
-    /// Whether it has ended, from the start of the process with its pid. The system may hide processes of other
-    /// users in /proc, but not whether a pid is in use.
+    /// Whether it has ended. `started` is the start of the process that has its pid now, if it is visible: the system
+    /// may hide processes of other users in /proc, but not whether a pid is in use.
     fn is_over(&self, started: Option<u64>) -> bool {
         started.map_or_else(|| !exists(self.pid), |started| started != self.started)
     }

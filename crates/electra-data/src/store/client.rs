@@ -39,7 +39,7 @@ const RETRY_VARIABLE: &str = "ELECTRA_FAST_RETRY_SECONDS";
 const OPENING_RETRY: Duration = Duration::from_secs(15);
 /// Time for which the crate retries a request before this file does. Short, so that missing credentials are reported soon.
 const INNER_RETRY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 5 });
-/// Upper bound on the memory reserved for a response by the length that it announces.
+/// Upper bound on the memory that is reserved for a response, whatever length it announces.
 const MAX_RESERVED: u64 = 8 << 20;
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
