@@ -382,7 +382,7 @@ MISTAKES = {
     "qqq": "qqq: no such command; see --help",
     "--train.steps 3": "--train.steps: name the command first: electra-fast COMMAND --train.steps",
     "-q": "required: COMMAND",
-    **{f"pretrain --config {{tmp}}/run.{end}": "configurations are TOML" for end in ("yaml", "YML", "json", "cfg")},
+    **{f"pretrain --config {{tmp}}/run.{end}": "must be TOML" for end in ("yaml", "YML", "json", "cfg")},
 }
 
 

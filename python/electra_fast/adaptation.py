@@ -193,7 +193,7 @@ def adapt(
 
     Args:
         model: A run, a checkpoint or a Hugging Face folder. An unfinished run is refused, unless one of its checkpoints
-            is passed. Models tuned for sentences are refused too.
+            is passed. Sentence-embedding models are refused too.
         inputs: Domain text (see `prepare`); it is tokenized with the model's tokenizer, unless `vocab` or `trim`
             changes it.
         out: The run's folder: missing, empty, or left by an interruption of the same call.

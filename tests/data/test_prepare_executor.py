@@ -140,7 +140,7 @@ def test_skipped_rows_are_counted_over_all_tasks_and_streams_are_refused(vocab, 
     assert prepare([tmp_path], out=tmp_path / "out", skip_bad_rows=2, **arguments).skipped_rows == 2
     with pytest.raises(InputError, match="executor: needs files as inputs"):
         prepare(iter(["w1"]), out=tmp_path / "none", **arguments)
-    with pytest.raises(InputError, match="executor: excludes partition"):
+    with pytest.raises(InputError, match="executor and partition: cannot be combined"):
         prepare([tmp_path], out=tmp_path / "none", partition="1/2", **arguments)
     assert not (tmp_path / "none").exists()
 

@@ -129,7 +129,7 @@ def _base_config(options: argparse.Namespace) -> Config | Path | None:
         path: Path | None = options.config
         return path
     if options.config is not None:
-        raise InputError("--config and --preset exclude each other; set `preset` and `recipe` in the file instead")
+        raise InputError("--config and --preset: cannot be combined; set `preset` and `recipe` in the file instead")
     objective = options.overrides.get("objective.name", "electra")
     return Config.preset(options.preset or DEFAULT_PRESET, options.recipe or DEFAULT_RECIPE, objective)
 

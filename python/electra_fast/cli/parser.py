@@ -151,7 +151,7 @@ def _verify(sub: Parser) -> None:
 def _pretrain(sub: Parser) -> None:
     _add_corpora(sub)
     _path(sub, "--out", "run folder (default: train.out of the configuration)")
-    _add_config(sub, "configuration (default: the run's in --out, or --preset)")
+    _add_config(sub, "configuration (default: the one of the run in --out, if it exists, or --preset)")
     _flag(sub, "--dry-run", "print the resolved configuration, the plan and the first batch, and stop")
     _flag(sub, "--allow-changes", "resume with changed configuration keys")
     help = "resume from this checkpoint: renames later checkpoints, removes later log lines (default: the last one)"
@@ -296,7 +296,7 @@ def _import(sub: Parser) -> None:
     )
     _option(sub, "--generator", None, help, "small|same-layers:N|MODEL")
     _flag(sub, "--mlm", "adapt one encoder by masked language modeling")
-    help = "new vocabulary: shared entries keep their embeddings, new ones start as the mean of their pieces"
+    help = "new vocabulary: shared entries keep their embeddings, new ones get the mean embedding of their pieces"
     _path(sub, "--vocab", help, "FILE|FOLDER")
 
 
@@ -311,7 +311,7 @@ def _adapt(sub: Parser) -> None:
     _flag(sub, "--trim", "trim the vocabulary to the entries that occur in TEXT")
     _option(sub, "--holdout", 0.02, "fraction of documents in the validation set", "FRACTION")
     _flag(sub, "--dry-run", "print the choices with their reasons and the plan, and stop")
-    _path(sub, "--task-data", "labeled file of the domain; compares the model on it before and after", "FILE")
+    _path(sub, "--task-data", "labeled file of the domain: fine-tunes on it before and after, and compares", "FILE")
     help = "classification, regression, tagging or question-answering"
     _option(sub, "--task", "classification", help)
     _path(sub, "--dev", "labeled validation file (default: a fraction of --task-data)", "FILE")

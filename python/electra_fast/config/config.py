@@ -76,7 +76,7 @@ class ModelConfig(Section):
         "post-norm layers with learned positions; pre-norm layers with rotary positions and GeGLU; or post-norm layers "
         "with disentangled attention",
     )
-    vocab_size: int = config_key(0, "vocabulary size; 0: the corpus's", low=0, high=1 << 24)
+    vocab_size: int = config_key(0, "vocabulary size; 0: as in the corpus", low=0, high=1 << 24)
     max_positions: int = config_key(512, "longest sequence in tokens", low=8, high=32768)
     num_layers: int = config_key(12, "transformer layers", low=1, high=1000)
     hidden_size: int = config_key(256, "width of the residual stream", low=1, high=1 << 16)
@@ -87,7 +87,7 @@ class ModelConfig(Section):
     attention_dropout: float = config_key(0.0, "dropout on attention probabilities", low=0, high=0.99)
     heads: Literal["dense", "plain"] = config_key(
         "dense",
-        "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's text",
+        "pre-training heads: with a dense layer before the output, or plain e(x)'h and w'h as in the paper's draft",
     )
     tying: Literal["none", "embeddings", "disentangled", "all"] = config_key(
         "embeddings",
@@ -130,8 +130,8 @@ class ModelConfig(Section):
         if num_weights > MAX_WEIGHTS:
             keys = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
             sizes = ", ".join(f"model.{key} = {getattr(self, key)}" for key in keys)
-            number = f"{num_weights / 1e9:,.0f} billion parameters"
-            raise InputError(f"{sizes}: make about {number}, the limit is {MAX_WEIGHTS / 1e9:.0f}; lower them")
+            limit = f"at most {MAX_WEIGHTS / 1e9:.0f} billion parameters"
+            raise InputError(f"{sizes}: must give {limit}, not {num_weights / 1e9:,.0f} billion; lower them")
         if self.hidden_size % self.num_heads:
             raise InputError(f"model.num_heads = {self.num_heads}: must divide model.hidden_size = {self.hidden_size}")
         if self.architecture == "modernbert" and self.hidden_size // self.num_heads % 2:
@@ -326,8 +326,8 @@ class TrainConfig(Section):
     )
     stop_on_divergence: bool = config_key(
         True,
-        "end the run, without another checkpoint, if its loss reaches twice the loss of uniform predictions or returns "
-        "to its level before any learning",
+        "end the run, without another checkpoint, if its loss reaches twice the loss of uniform predictions or "
+        "everything learned is lost",
     )
     loggers: str | list[str] = config_key(
         "", "loggers in addition to metrics.jsonl, separated by commas", choices=LOGGERS, takes_several=True
@@ -389,8 +389,8 @@ class Config(Configuration):
             )
         if not _KERNELS.fullmatch(train.kernels):
             raise InputError(
-                f'train.kernels = "{train.kernels}": must be auto, triton or reference, or one of them '
-                "followed by choices such as ,generator_head=reference"
+                f'train.kernels = "{train.kernels}": must be auto, triton or reference, '
+                "possibly with choices, as in auto,generator_head=reference"
             )
         if train.batch_size % train.num_micro_batches:
             raise InputError(

@@ -76,7 +76,7 @@ _PUBLISHED: dict[str, Scalar] = {
 }
 
 # The loss weights of `modern` were tuned with `tiny`, the mask probability also with `mini` (bench/LOG.md). A learning
-# rate of 0 means a rule of the number of steps: for both sizes, and for one to four times the tokens per step, Muon's
+# rate of 0 is derived from the number of steps: for both sizes, and for one to four times the tokens per step, Muon's
 # best learning rate falls with the square root of the steps. Its updates have the same spectral norm at any width.
 RECIPES: dict[str, dict[str, Scalar]] = {
     "paper": _PUBLISHED | {"optimizer.name": "lamb"},
@@ -170,7 +170,7 @@ def adaptation_settings(architecture: str, hidden_size: int) -> tuple[tuple[dict
 
 ADAPTATION_PASSES = (3, 20)
 ADAPTATION_STEPS = (300, 20_000)
-"""Passes of `adapt` over a text, and the most passes to reach the minimum steps; minimum and maximum steps."""
+"""Passes of `adapt` over a text, with their maximum if the steps are too few; minimum and maximum steps."""
 GENERAL_SHARE = 0.25
 """Fraction of general text in each step of `adapt`, if there is any."""
 LITTLE_TEXT = 100_000

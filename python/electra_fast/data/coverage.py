@@ -19,7 +19,7 @@ from electra_fast import _data
 
 # Text in the vocabulary's language has well below 1 % [UNK].
 MOST_UNKNOWN = 0.01
-# Another language: over this fraction of the unknown characters is not ASCII, or half of these characters are unknown.
+# Another language: most non-ASCII characters are unknown, and they are over this fraction of the unknown ones.
 MOST_FOREIGN = 0.9
 # Number of unknown words or characters to list.
 LISTED = 10

@@ -109,7 +109,7 @@ def _record_text(position: int, record: Mapping[str, Any], text_fields: list[str
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a field; dots lead into nested records, and null is an empty record. Raises KeyError."""
+    """The value of a field; dots lead into nested records, and fields of null are None. Raises KeyError."""
     if name in record:
         return record[name]
     for outer, value in record.items():

@@ -41,7 +41,7 @@ def prepare_on(
     if arguments.pop("texts", None) is not None:
         raise InputError("executor: needs files as inputs; write the documents to .jsonl first, or remove executor")
     if arguments.pop("partition") is not None:
-        raise InputError("executor: excludes partition; remove one of them")
+        raise InputError("executor and partition: cannot be combined; remove one of them")
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the check of multiprocessing itself
         raise InputError(_UNGUARDED)
     threads = arguments.pop("threads") or 1

@@ -1,4 +1,4 @@
-"""`evaluate` on minimal pairs: the fraction with a higher score of the better sentence (BLiMP, arXiv 1912.00582)."""
+"""`evaluate` on minimal pairs: how often the better sentence scores higher (BLiMP, arXiv 1912.00582)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PairsReport(Result):
     def lines(self) -> Iterator[str]:
         """Yields one line per score, and a table of the groups if there are several."""
         number = f"{self.pairs:,} pairs" + (f" in {len(self.groups)} groups" if len(self.groups) > 1 else "")
-        yield f"{number}: percentage with a higher score of the better sentence, and its 95 % interval"
+        yield f"{number}: percentage in which the better sentence scores higher, with its 95 % interval"
         for kind, share in self.accuracy.items():
             low, high = self.interval[kind]
             yield f"  {kind:<14}{100 * share:5.1f}  ({100 * low:.1f} to {100 * high:.1f})"

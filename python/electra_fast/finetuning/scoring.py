@@ -110,7 +110,7 @@ class TextScorer:
         """
         for kind in kinds:
             if kind not in self.kinds:
-                raise InputError(f"{self.source}: score {kind!r}: must be one of {', '.join(self.kinds)} here")
+                raise InputError(f"{self.source}: kind = {kind!r}: must be one of {', '.join(self.kinds)}")
         pieces = self._tokenizer.encode_batch(checked_texts(texts, "score"))
         longest = self._model.config.model.max_positions
         special = self._tokenizer.special_tokens

@@ -111,10 +111,10 @@ def choice(name: str, x: Tensor) -> str:
 
 @contextmanager
 def use_impl(impl: Impl | None) -> Iterator[None]:
-    """Runs every operation within the context as its Triton kernel or its reference, on any device; None changes none.
+    """Runs every operation within the context as its Triton kernel or its reference, on any device; None: as chosen.
 
     The choice is read when an operation is called or traced: torch.compile recompiles when it changes, but a captured
-    CUDA graph does not follow it. It applies to the whole process, not to one thread. Raises RuntimeError for "kernel"
+    CUDA graph does not change. It applies to the whole process, not to one thread. Raises RuntimeError for "kernel"
     without a CUDA device or Triton's interpreter.
     """
     global _impl

@@ -194,7 +194,7 @@ def auc_text(auc: float) -> str:
 
 
 def _auc_amount(auc: float, evaluation: Mapping[str, Number]) -> str:
-    """Returns "nothing" or "little" if an AUC shows that the model has learned so, else ""."""
+    """Returns "nothing" or "little" if the AUC of a model shows that it has learned no more, else ""."""
     # Standard error at chance level (Hanley and McNeil, 1982).
     error = math.sqrt(1 / (12 * _REPLACED * (1 - _REPLACED) * float(evaluation["tokens"] or 1)))
     if auc < max(_NOTHING_AUC, 0.5 + 3 * error):

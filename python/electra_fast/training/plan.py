@@ -328,7 +328,7 @@ def _propose(corpus: Corpora, hours: float, recipe: str, device: str) -> Plan:
     words += [] if device == AUTO else ["--device", device]
     short = {key: name for name, key in Config.SHORT_NAMES.items()}
     words += [word for key, value in changes.items() for word in (f"--{short.get(key, key)}", str(value))]
-    other_recipe = "" if recipe == DEFAULT_RECIPE else f" and in recipe {recipe}"
+    other_recipe = "" if recipe == DEFAULT_RECIPE else f", also in recipe {recipe}"
     proposal = {
         "preset": preset,
         "recipe": recipe,
@@ -337,7 +337,7 @@ def _propose(corpus: Corpora, hours: float, recipe: str, device: str) -> Plan:
         "command": shlex.join([*words, "--out", "RUN"]),
         "measured": f"the speed; the AUC of {DEFAULT_RECIPE} by size, number of tokens and epochs, up to 4 layers of "
         "width 256 and 58 M tokens of English",
-        "assumed": f"the same trend for larger models, more text, longer rows{other_recipe}; {MIN_STEPS['base']:,} "
+        "assumed": f"the same trend for larger models, more text and longer rows{other_recipe}; {MIN_STEPS['base']:,} "
         f"steps or more for small and base; no gain from more than {MAX_EPOCHS} epochs",
     }
     return replace(report, warnings=warnings, proposal=proposal)

@@ -248,7 +248,7 @@ def _annotation(where: str, item: Fields) -> Annotation:
     text = item.get("text")
     if not isinstance(text, str):
         problem = "missing" if text is None else abbreviated(text)
-        raise InputError(f"{where}: the text of an answer is {problem}; must be text")
+        raise InputError(f"{where}: text of an answer = {problem}: must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
         _integer(where, names[0], first_of(item, names))

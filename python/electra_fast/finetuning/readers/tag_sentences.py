@@ -283,7 +283,7 @@ def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
     if type(tag) is not int:
         raise InputError(f"{where}: tag = {abbreviated(tag)}: must be text or an integer")
     if not 0 <= tag < len(labels):
-        raise InputError(f"{where}: tag = {tag}: must be from 0 to {len(labels) - 1}, the numbers that --labels names")
+        raise InputError(f"{where}: tag = {tag}: must be from 0 to {len(labels) - 1}, as in --labels")
     return labels[tag]
 
 

@@ -149,4 +149,4 @@ class TextFile:
         place = f"{self.path}: line {number}: not {self.encoding} at byte {offset + error.start:,}"
         if self.encoding != "UTF-8":
             return f"{place}; download the file again"
-        return f"{place}; convert the file to UTF-8, such as with `iconv -f CP1252 -t UTF-8` from Windows-1252"
+        return f"{place}; convert the file to UTF-8, from Windows-1252 with `iconv -f CP1252 -t UTF-8`"
