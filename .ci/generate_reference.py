@@ -224,7 +224,7 @@ def _keys(defaults: Configuration) -> str:
 
 
 def _columns(configurations: dict[str, Any], rules: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """A column of values for each configuration, or of the rules that give them."""
+    """A table with a column of values, or of rules for them, per configuration."""
     first = next(iter(configurations.values()))
     rows = []
     for name in first.key_names():
@@ -276,7 +276,7 @@ def _documented(name: str, thing: Any, *, level: int) -> str:
 
 
 def _signature(name: str, thing: Any) -> str:
-    """A signature of one line or, where that is too long, of a line per parameter."""
+    """A signature on one line or, if that is too long, with a line per parameter."""
     signature = inspect.signature(thing)
     shown: list[str] = []
     for parameter in signature.parameters.values():

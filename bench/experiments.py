@@ -2,8 +2,8 @@
 
     python bench/experiments.py TEXTS... --glue FOLDER --out FOLDER [--blimp FILE --books FILES...]
 
-or `make experiments`. Without minimal pairs and books, those that read them are left out. An experiment is a command
-that resumes where it was killed and writes its results to a file in data/ or OUT; a finished one is a line of
+or `make experiments`. Without minimal pairs and books, experiments that read them are skipped. An experiment is a
+command that resumes where it was killed and writes its results to a file in data/ or OUT; a finished one is a line of
 data/experiments.jsonl. It is paused while OUT/pause exists, for example during a benchmark. Prints a line per change:
 how many experiments are done and left, and how long these take. If one fails, the next one runs.
 """

@@ -2,7 +2,7 @@
 
     python bench/profile_step.py [--shape small:1024] [--top 40] [--device cpu]
 
-Profiles three replays of the captured step as `pretrain` takes it (with `--train.kernels triton` by all kernels):
+Profiles three replays of the captured step as in `pretrain` (with all kernels if `--train.kernels triton`):
 milliseconds and launches per step, the total over kernels (the rest of the step time is gaps), and totals by kind.
 Without a GPU, reports the operators' CPU times as a dry run.
 """

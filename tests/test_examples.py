@@ -125,7 +125,7 @@ def test_slurm_job_starts_torchrun_per_node(tmp_path, code):
 
 
 def test_sbatch_options_precede_first_command():
-    """sbatch ignores those after it."""
+    """sbatch ignores options after the first command."""
     text = (EXAMPLES / "slurm.sh").read_text()
     options = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
     assert {"--signal=B:USR1@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= set(options)

@@ -128,7 +128,7 @@ def peer_models(config: ef.Config) -> tuple[nn.Module, nn.Module]:
 
 
 class DebertaPeer(nn.Module):
-    """DebertaV2Model with both heads, by the names of Electra's classes; without an enhanced mask decoder and GDES."""
+    """DebertaV2Model with both heads, named as in Electra's classes; without an enhanced mask decoder and GDES."""
 
     def __init__(self, shape: Any) -> None:
         from transformers import DebertaV2Config, DebertaV2Model

@@ -1,4 +1,4 @@
-"""Runs groups of measurements one after the other, each isolated in its own process.
+"""Runs groups of measurements one after the other, each in a separate process.
 
 Each command of `gpu.py` is a list of groups. A group that raises, hangs or crashes, for example with an illegal memory
 access, loses only its remaining results: its output so far is kept, and the next group starts with a fresh CUDA

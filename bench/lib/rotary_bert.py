@@ -59,7 +59,7 @@ class _RotaryEncoder(model.Encoder):
 
 
 class _OnePositionEmbeddings(model.Embeddings):
-    """Embeddings to which all tokens are at position 0, so that its row is a bias."""
+    """Embeddings that put all tokens at position 0, so that its row is a bias."""
 
     def forward(
         self,
@@ -74,7 +74,7 @@ class _OnePositionEmbeddings(model.Embeddings):
 
 
 def use_rotary_positions() -> None:
-    """Replaces learned positions in the published encoder by rotary ones, for models made from now on."""
+    """Replaces learned positions in the published encoder by rotary ones in all models created afterwards."""
     model.BertLayer = _RotaryBertLayer
     model.Encoder = _RotaryEncoder
     model.Embeddings = _OnePositionEmbeddings

@@ -63,8 +63,8 @@ def new_step(
 ) -> TrainStep:
     """The training step of a new model on the device.
 
-    Without an execution as in `pretrain`, whose check chooses kernels, attention and execution on a GPU; with one, all
-    operations run by their kernels there. Take it within `as_chosen`.
+    Without an execution, as in `pretrain`, whose check chooses kernels, attention and execution on a GPU; with one, all
+    operations on a GPU use their kernels. Run the step within `as_chosen`.
     """
     if execution is None:
         config, compute = resolve_alone(config, device, time_steps)

@@ -454,7 +454,7 @@ def test_no_warning_if_branches_lack_memory():
 
 
 def test_much_slower_steps_warn_once(tiny_corpus, tmp_path):
-    """Expected is the time with the chosen kernels, or with all kernels if faster, since a step may have lost some."""
+    """The expectation is the time with the chosen kernels or with all, if faster, since a step may have lost some."""
     config = small_config(tiny_corpus, **{"train.accumulate": "2"})
     for times, expected in (({}, None), ({"eager": 30.0}, 0.06), ({"eager": 30.0, "eager by kernels": 10.0}, 0.02)):
         check = KernelCheck(kernel_choice.identity_of(config, CPU))

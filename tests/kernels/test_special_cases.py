@@ -216,7 +216,7 @@ class TestBlockedAttention:
 
     @pytest.mark.parametrize("window", [None, 3])
     def test_visits_blocks_that_share_a_segment(self, window):
-        """Also padding, which shares none with the first segment; the row ends within a block."""
+        """Padding counts as the last segment; the row ends within a block."""
         ids = [1] * 21 + [2] * 11 + [3] + [4] * 18 + [0] * 8
         ranges = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
         _visited[(4,)](torch.tensor(ids, device=DEVICE), ranges, 59, 64, 16, window)
