@@ -85,7 +85,7 @@ _NAMES = {
     "training.pretrain": "PretrainResult pretrain",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-# Former names, which are answered with the present one.
+# Former names; the error about one of them has the current name.
 _FORMER = {"train_vocab": "vocab", "import_folder": "import_", "load_finetuned": "load", "load_error_detector": "load"}
 
 __all__ = [

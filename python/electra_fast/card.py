@@ -167,7 +167,7 @@ def missing_for_triton(card: Card | None) -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported ({error}); pip install triton"
     if issue := _FAULTY_TRITON.get(version):
-        return f"Triton {version} compiles wrong code (triton issue {issue}); upgrade torch, which brings its own"
+        return f"Triton {version} compiles wrong code (triton issue {issue}); upgrade torch, which includes Triton"
     compilers = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
     if not any(map(shutil.which, compilers)):
         return f"Triton needs a C compiler for its launchers, and found no {' or '.join(compilers)}; install gcc"

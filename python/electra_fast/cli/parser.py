@@ -132,7 +132,7 @@ def _prepare(sub: Parser) -> None:
     _option(sub, "--holdout", 0.0, "fraction of documents in the validation set", "FRACTION")
     help = "drop documents or lines that occurred before in the corpus (default: only count them)"
     _option(sub, "--drop-duplicates", None, help, choices=("documents", "lines"))
-    help = "distribute the work over this Dask scheduler, e.g. tcp://host:8786 (default: this machine only)"
+    help = "distribute the work over this Dask scheduler, such as tcp://host:8786 (default: this machine only)"
     _option(sub, "--scheduler", None, help, "ADDRESS")
 
 

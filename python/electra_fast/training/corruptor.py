@@ -31,8 +31,8 @@ from electra_fast.ops.sampling import alias_table, philox
 UNIGRAM = "unigram"
 """The name of the source that samples from the token counts of the corpus."""
 UNIGRAM_LENGTH = 128
-"""Its default number of tokens per row."""
-# Last word of Philox' counter; `objective.random_words` lists the others.
+"""Default number of tokens per row with `UNIGRAM`."""
+# Last word of Philox's counter; `objective.random_words` lists the others.
 _STREAM = 5
 # Slots whose logits are in memory at the same time: in fp64, 256 slots with 30,000 logits are 61 MB.
 _CHUNK = 256

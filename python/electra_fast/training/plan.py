@@ -138,7 +138,7 @@ class Plan(Result):
             yield "time            unknown: pass a corpus to measure it, or --tokens-per-second"
         else:
             machine = "this cpu" if self.device == "cpu" else "one GPU"
-            where = f"measured on {machine} in {self.precision}" if self.is_measured else "as passed"
+            where = f"measured on {machine} in {self.precision}" if self.is_measured else "assumed"
             if self.is_extrapolated:
                 where += ", with fewer rows per step"
             yield f"time            {duration(self.seconds)} at {self.tokens_per_second:,.0f} tokens/s, {where}"

@@ -65,7 +65,7 @@ TEXT_COLUMNS = (
     ("sentence",),
 )
 LABEL_COLUMNS = ("label", "labels", "gold_label", "score", "target")
-# With more labels than this, fewer than two examples each are an error: the column does not contain classes.
+# More labels than this with under two examples each, on average, are an error: the column does not contain classes.
 MAX_SPARSE_CLASSES = 1000
 
 _LABEL_COLUMNS = tuple((name,) for name in LABEL_COLUMNS)

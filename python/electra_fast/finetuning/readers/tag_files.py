@@ -49,7 +49,7 @@ from electra_fast.finetuning.task import Split, Task, TaskData, check_dev_fracti
 ROW_FORMATS = (".jsonl", ".json", ".parquet", ".arrow")
 # Tags in test files whose tags are hidden.
 HIDDEN_TAGS = {"", "_"}
-# With more tags than this, fewer than two words each are an error: the column does not contain tags.
+# More tags than this with under two words each, on average, are an error: the column does not contain tags.
 MAX_SPARSE_LABELS = 1000
 # A sentence of at least this length probably lacks blank lines between sentences.
 MIN_LONG_SENTENCE = 400
