@@ -150,7 +150,7 @@ def test_dry_run_prints_steps_for_text(
     steps = _num_steps(1024 / tokens)
     assert f"train.steps = {steps:,} of 64 rows of 16 tokens: {steps * 1024 / tokens:.3g} passes" in done.stdout
     assert "learning_rate 0.0003" in done.stdout and "optimizer.learning_rate" not in done.stdout
-    assert "the embedding table is" not in done.stdout
+    assert "the embedding table has" not in done.stdout
     assert f"text: {tokens:,} tokens" in done.stdout and "memory " in done.stdout and "time " in done.stdout
     assert f"would write     {out}: the run, its text in corpus/\n" in done.stdout and not out.exists()
     assert (f"{tokens:,} tokens are too little text" in done.stderr) == (tokens < LITTLE_TEXT)
@@ -235,7 +235,7 @@ def test_adapt_resumes_at_any_point(
                 ef.adapt(whole_run, [text], out=cut, overrides=FAST)
         assert (cut / "config.toml").exists() == (name == "pretrain")
         if name != "pretrain":  # other commands refuse the incomplete run
-            with pytest.raises(InputError, match="cut: holds"):
+            with pytest.raises(InputError, match="cut: contains"):
                 ef.pretrain(cut / "corpus", out=cut)
     again = ef.adapt(whole_run, [text], out=cut, overrides=FAST)
     assert lines(whole) == lines(cut) and again.choices == ef.adapt(whole_run, [text], out=whole).choices
