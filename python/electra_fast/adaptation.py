@@ -139,7 +139,7 @@ class _Start:
 
     @classmethod
     def of(
-        cls, out: Path, asked: _Arguments, fraction: float, choices: Sequence[str], config: Config, corpus: Corpus
+        cls, out: Path, arguments: _Arguments, fraction: float, choices: Sequence[str], config: Config, corpus: Corpus
     ) -> _Start:
         """Adds facts about the text to the choices; `fraction` is the fraction of general text."""
         per_word = corpus.coverage().tokens_per_word
@@ -153,10 +153,10 @@ class _Start:
             f"{passes:.3g} passes over the text",
         ]
         corpus_folder = str((out / "corpus").absolute())
-        if not asked.general:
+        if not arguments.general:
             return cls(corpus_folder, config, lines)
         lines.append(f"{fraction:.0%} of each step is general text, so that the encoder forgets less of it")
-        return cls({corpus_folder: 1 - fraction, asked.general: fraction}, config, lines)
+        return cls({corpus_folder: 1 - fraction, arguments.general: fraction}, config, lines)
 
 
 def adapt(
@@ -236,11 +236,11 @@ def adapt(
         "threads": threads,
         "kind": kind,
     }
-    asked = _arguments(settings, model, generator, holdout, general, vocab, trim)
+    arguments = _arguments(settings, model, generator, holdout, general, vocab, trim)
     data = {"train": task_data, "dev": dev, "text": task_text, "label": label}
     dev_split = _read_dev(task, data)
-    with exclusive(_check_folder(out, asked)):
-        start = _make_start(out, asked, inputs, reading, settings, dev_split)
+    with exclusive(_check_folder(out, arguments)):
+        start = _make_start(out, arguments, inputs, reading, settings, dev_split)
     for line in start.choices if is_trained else start.choices[:1]:
         say(line)
     scores: dict[str, list[float]] = {}
@@ -258,7 +258,7 @@ def adapt(
             # Use the precision measured before adapting for both.
             tuning["finetune.precision"] = read_object(folder / task_name / IDENTITY)["hardware"]["precision"]
 
-    measure(asked.model, "before", out / BEFORE)
+    measure(arguments.model, "before", out / BEFORE)
     trained = PretrainResult(out, 0)
     if is_trained:
         trained = pretrain(start.corpus, out=out, overrides=settings, device=device)
@@ -283,15 +283,15 @@ def dry_run(model: str | Path, inputs: Any, *, out: str | Path, device: str, **o
     """
     settings, _, is_trained = _split_overrides(options.pop("overrides"))
     names = ("generator", "holdout", "general", "vocab", "trim")
-    asked = _arguments(settings, model, **{name: options.pop(name) for name in names})
+    arguments = _arguments(settings, model, **{name: options.pop(name) for name in names})
     task = options.pop("task")
     seeds = options.pop("seeds")
     columns = {"train": "task_data", "dev": "dev", "text": "task_text", "label": "label"}
     data = {name: options.pop(option) for name, option in columns.items()}
     dev_split = _read_dev(task, data)
-    _check_folder(Path(out), asked)
+    _check_folder(Path(out), arguments)
     with tempfile.TemporaryDirectory() as folder:
-        start = _make_start(Path(folder), asked, inputs, options, settings, dev_split)
+        start = _make_start(Path(folder), arguments, inputs, options, settings, dev_split)
         yield from start.choices if is_trained else start.choices[:1]
         if is_trained:
             yield from plan(start.corpus, config=start.config, device=device).lines()
@@ -335,14 +335,14 @@ def _arguments(
     )
 
 
-def _check_folder(out: Path, asked: _Arguments) -> Path:
+def _check_folder(out: Path, arguments: _Arguments) -> Path:
     """Returns the folder. Raises ValueError unless it is new or was written by the same call."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: is a file; choose another folder for the run")
     recorded = read_optional(out / RECORD).get("asked", {})
     if not recorded and foreign_names(out):
         raise InputError(f"{out}: not empty; choose another folder for the run")
-    for name, value in vars(asked).items() if (out / "config.toml").exists() else ():
+    for name, value in vars(arguments).items() if (out / "config.toml").exists() else ():
         if (was := recorded.get(name, value)) != value:
             raise InputError(
                 f"{out}: {name} is {value!r}, but the run was started with {was!r}; use the same value to resume, or "
@@ -353,42 +353,44 @@ def _check_folder(out: Path, asked: _Arguments) -> Path:
 
 def _make_start(
     out: Path,
-    asked: _Arguments,
+    arguments: _Arguments,
     inputs: Any,
     reading: Mapping[str, Any],
     overrides: Mapping[str, Scalar],
     dev_split: Split | None,
 ) -> _Start:
     """Prepares the text and writes the run, unless both exist; prints warnings."""
-    source = Path(asked.model)
+    source = Path(arguments.model)
     is_made = (out / "config.toml").exists()
     if not is_made:
         kind = kind_of(source)
-        if asked.objective == "electra" and kind != "pair" and not asked.generator:
+        if arguments.objective == "electra" and kind != "pair" and not arguments.generator:
             raise InputError(f"{source}: has no generator, which electra needs; pass one with --generator")
-        objective, why = _objective(asked, kind)
+        objective, why = _objective(arguments, kind)
         # Before the preparation of the text, which may take hours, to find mistakes early.
-        electra = read_to_train(source, asked.generator, mlm=objective == "mlm")
+        electra = read_to_train(source, arguments.generator, mlm=objective == "mlm")
         model_tokenizer = tokenizer_folder(source, electra.config.model.vocab_size)
-        tokenizer = _tokenizer(out, asked, model_tokenizer, inputs, reading)
-    corpus = _prepare_corpus(out, asked, inputs, reading)
+        tokenizer = _tokenizer(out, arguments, model_tokenizer, inputs, reading)
+    corpus = _prepare_corpus(out, arguments, inputs, reading)
     _warn(corpus, dev_split)
     if not is_made:
-        _make_run(out, asked, electra, why, tokenizer, corpus, overrides)
+        _make_run(out, arguments, electra, why, tokenizer, corpus, overrides)
     record = read_object(out / RECORD)
     config = Config.load(out / "config.toml").override(overrides)
-    return _Start.of(out, asked, record["general"], record["choices"], config, corpus)
+    return _Start.of(out, arguments, record["general"], record["choices"], config, corpus)
 
 
-def _tokenizer(out: Path, asked: _Arguments, model_tokenizer: Path, inputs: Any, reading: Mapping[str, Any]) -> Path:
+def _tokenizer(
+    out: Path, arguments: _Arguments, model_tokenizer: Path, inputs: Any, reading: Mapping[str, Any]
+) -> Path:
     """Records the arguments; returns the tokenizer of the run, and copies it to `out` to prepare the text with."""
     record = read_optional(out / RECORD)
-    replace_file(out / RECORD, json_text({"asked": vars(asked)}))
-    tokenizer = Path(asked.vocab) if asked.vocab else model_tokenizer
-    if asked.trim:
+    replace_file(out / RECORD, json_text({"asked": vars(arguments)}))
+    tokenizer = Path(arguments.vocab) if arguments.vocab else model_tokenizer
+    if arguments.trim:
         source = tokenizer
         tokenizer = out / "trimmed"
-        if record.get("asked") != vars(asked):
+        if record.get("asked") != vars(arguments):
             remove(tokenizer)
         if isinstance(inputs, Iterator):
             raise InputError("trim: reads the text twice; pass files or a list of documents")
@@ -398,11 +400,11 @@ def _tokenizer(out: Path, asked: _Arguments, model_tokenizer: Path, inputs: Any,
     return tokenizer
 
 
-def _objective(asked: _Arguments, kind: str) -> tuple[str, str]:
+def _objective(arguments: _Arguments, kind: str) -> tuple[str, str]:
     """Returns the objective and the reason."""
-    if asked.objective is not None:
-        return asked.objective, "as you chose"
-    if asked.generator is not None:
+    if arguments.objective is not None:
+        return arguments.objective, "as you chose"
+    if arguments.generator is not None:
         return "electra", "with the generator that you chose"
     if kind == "pair":
         return "electra", "it has a trained generator; masked language modeling gained as much"
@@ -411,7 +413,7 @@ def _objective(asked: _Arguments, kind: str) -> tuple[str, str]:
 
 def _make_run(
     out: Path,
-    asked: _Arguments,
+    arguments: _Arguments,
     electra: Electra,
     why: str,
     tokenizer: Path,
@@ -419,12 +421,12 @@ def _make_run(
     overrides: Mapping[str, Scalar],
 ) -> None:
     """Chooses and records the settings, and writes the run at step 0; `why` is the reason for the objective."""
-    source = Path(asked.model)
-    if asked.vocab or asked.trim:
+    source = Path(arguments.model)
+    if arguments.vocab or arguments.trim:
         electra = with_vocabulary(electra, tokenizer_folder(source, electra.config.model.vocab_size), tokenizer)
-    general_fraction = GENERAL_SHARE if asked.general else 0.0
+    general_fraction = GENERAL_SHARE if arguments.general else 0.0
     keys, settings = _settings(source, electra.config)
-    if asked.generator is None and electra.config.objective.name != "mlm":
+    if arguments.generator is None and electra.config.objective.name != "mlm":
         keys["objective.generator_first"] = 0  # the generator is trained already
     per_step = _passes_per_step(electra.config.override(keys | dict(overrides)), general_fraction, corpus)
     steps = int(overrides.get("train.steps", _num_steps(per_step)))
@@ -436,7 +438,7 @@ def _make_run(
         f'objective.name = "{electra.config.objective.name}": {why}',
         *settings_lines(electra.config, [(names, reason) for names, reason in chosen if names]),
     ]
-    replace_file(out / RECORD, json_text({"asked": vars(asked), "general": general_fraction, "choices": choices}))
+    replace_file(out / RECORD, json_text({"asked": vars(arguments), "general": general_fraction, "choices": choices}))
     write_run(out, source=source, electra=electra, tokenizer=tokenizer)
 
 
@@ -450,14 +452,14 @@ def _settings(source: Path, config: Config) -> tuple[dict[str, Scalar], Settings
     return dict(keys), [(keys, "the learning rates of its pre-training")]
 
 
-def _prepare_corpus(out: Path, asked: _Arguments, inputs: Any, reading: Mapping[str, Any]) -> Corpus:
+def _prepare_corpus(out: Path, arguments: _Arguments, inputs: Any, reading: Mapping[str, Any]) -> Corpus:
     """Tokenizes the text with `out/tokenizer` into `out/corpus`, unless that is done."""
     vocab: Path | Tokenizer = out / "tokenizer"
-    if asked.general:
-        general = Corpus(asked.general)
+    if arguments.general:
+        general = Corpus(arguments.general)
         check_vocabulary(out / "tokenizer", general)
         vocab = Tokenizer.of(general)  # corpora can be mixed only if they have the same vocabulary file
-    prepare(inputs, vocab=vocab, out=out / "corpus", holdout=asked.holdout, **reading)
+    prepare(inputs, vocab=vocab, out=out / "corpus", holdout=arguments.holdout, **reading)
     return Corpus(out / "corpus")
 
 

@@ -107,15 +107,15 @@ def sample_texts(source: dict[str, Any], run: tuple[_data.Tokenizer, str] | None
     """
     if "texts" not in source:
         return _data.text_sample(run, **source, **reading)
-    taken: list[Any] = []
+    sample: list[Any] = []
     characters = 0
     for text in source["texts"]:
-        taken.append(text)
+        sample.append(text)
         characters += len(text) if isinstance(text, str) else SAMPLE_CHARACTERS  # the run raises the error
-        if len(taken) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
+        if len(sample) == SAMPLE_DOCUMENTS or characters >= SAMPLE_CHARACTERS:
             break
-    source["texts"] = chain(taken, source["texts"])
-    return [text[:SAMPLE_CHARACTERS] for text in taken if isinstance(text, str)]
+    source["texts"] = chain(sample, source["texts"])
+    return [text[:SAMPLE_CHARACTERS] for text in sample if isinstance(text, str)]
 
 
 def sample_warnings(texts: Iterable[str], tokenizer: _data.Tokenizer) -> Iterator[str]:

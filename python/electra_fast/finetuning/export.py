@@ -294,12 +294,12 @@ class _OnnxWriter:
             ", ".join(f"`{tensor.name}` [{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
             for tensors in (session.get_inputs(), session.get_outputs())
         )
-        on = f" Scores on {result.examples:,} examples." if result.metric else ""
+        scores = f" Scores on {result.examples:,} examples." if result.metric else ""
         quantized = " Weights are int8 per channel, and activations are quantized dynamically." if self.int8 else ""
         sections = (
             front_matter({"library_name": "onnx", "pipeline_tag": hf.pipeline, "tags": [family, "onnx"]}),
             f"# {self.torch.kind} in ONNX\n\n{summary}",
-            "## Comparison\n\n" + "\n".join(result.table()) + f"\n\nMeasured on a CPU during the export.{on}",
+            "## Comparison\n\n" + "\n".join(result.table()) + f"\n\nMeasured on a CPU during the export.{scores}",
             "## Use\n\n`electra-fast predict path/to/this/folder FILE`, without torch; or any ONNX runtime: "
             f"{ONNX_FILE} has the inputs {inputs}, int64, and the outputs {outputs}.{quantized}",
         )
@@ -322,7 +322,7 @@ def _speed(model: Predictor, split: Split) -> tuple[float, float]:
     """Returns the median milliseconds for one text at a time, and texts per second for many; includes tokenization."""
     count = min(len(split.texts), _TIMED_TEXTS)
     singles = [select(split, "predict", [row]) for row in range(count)]
-    many = select(split, "predict", range(count))
+    texts = select(split, "predict", range(count))
     model.predict_split(singles[0])
     times = list[float]()
     ends = time.perf_counter() + _TIMED_SECONDS
@@ -333,6 +333,6 @@ def _speed(model: Predictor, split: Split) -> tuple[float, float]:
     start = time.perf_counter()
     rounds = 0
     while not rounds or time.perf_counter() < start + _TIMED_SECONDS:
-        model.predict_split(many)
+        model.predict_split(texts)
         rounds += 1
     return 1000 * statistics.median(times), rounds * count / (time.perf_counter() - start)

@@ -364,10 +364,10 @@ def _check_folder(job: Job) -> None:
         recover_all(folder)
     if not path.exists() and job.folder.exists() and _visible_names(job.folder):
         raise InputError(f"{path}: missing, but the folder has other files; choose another folder for --out")
-    made = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
-    before = read_object(path) if made else {}
+    files = [*job.folder.glob(f"seed-*/{RESULT}"), *job.folder.glob("seed-*/checkpoints/step-*")]
+    before = read_object(path) if files else {}
     before |= {"hardware": None, "finetune": present_names(before.get("finetune"), "finetune.")}
-    if made and (difference := first_difference(before, now | {"hardware": None})):
+    if files and (difference := first_difference(before, now | {"hardware": None})):
         raise InputError(f"{job.folder}: {difference}; use the same value to resume, or choose another --out")
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(now | {"hardware": job.hardware}, indent=2) + "\n")

@@ -56,8 +56,8 @@ class Inference:
         for examples, part, tensors in self.batches(encoded):
             order.append(examples[part.examples])
             batch_outputs.append(tuple(tensor.cpu().numpy() for tensor in tensors))
-        back = np.argsort(np.concatenate(order))
-        return tuple(np.concatenate(output_batches)[back] for output_batches in zip(*batch_outputs, strict=True))
+        inverse = np.argsort(np.concatenate(order))
+        return tuple(np.concatenate(output_batches)[inverse] for output_batches in zip(*batch_outputs, strict=True))
 
     def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
         """Returns predictions of a model that predicts per token; [tokens of `encoded.ids`, ...]."""

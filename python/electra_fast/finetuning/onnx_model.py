@@ -52,8 +52,8 @@ class OnnxInference:
         for examples, _, outputs in self._batches(encoded):
             order.append(examples)
             batch_outputs.append(self.interpret(outputs, encoded, examples))
-        back = np.argsort(np.concatenate(order))
-        return tuple(np.concatenate(output_batches)[back] for output_batches in zip(*batch_outputs, strict=True))
+        inverse = np.argsort(np.concatenate(order))
+        return tuple(np.concatenate(output_batches)[inverse] for output_batches in zip(*batch_outputs, strict=True))
 
     def by_token(self, encoded: EncodedExamples) -> NDArray[Any]:
         """See `Inference.by_token`."""

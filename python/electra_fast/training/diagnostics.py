@@ -291,8 +291,8 @@ def diverged_ranks(fingerprints: Sequence[int]) -> str:
         return (
             f"ranks {', '.join(map(str, range(len(fingerprints))))} have different parameters, and no majority agrees"
         )
-    whose = f"rank {odd[0]}'s" if len(odd) == 1 else f"ranks {', '.join(odd)}'s"
-    return f"{whose} parameters differ from the parameters of the other ranks"
+    owner = f"rank {odd[0]}'s" if len(odd) == 1 else f"ranks {', '.join(odd)}'s"
+    return f"{owner} parameters differ from the parameters of the other ranks"
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:
