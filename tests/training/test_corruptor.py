@@ -306,7 +306,7 @@ def test_model_without_usable_generator_refused(whole_run, exported, runs, valid
 
     lone = exported / "discriminator"
     refused(f"{lone}: has only the discriminator, which cannot corrupt text; pass a ", lone)
-    refused(f"{tmp_path / 'nothing'}: no such folder; name a run", tmp_path / "nothing", error=FileNotFoundError)
+    refused(f"{tmp_path / 'nothing'}: no such folder; pass a run", tmp_path / "nothing", error=FileNotFoundError)
 
     entries = tiny_vocab.read_text().splitlines()
     (tmp_path / "other").mkdir()

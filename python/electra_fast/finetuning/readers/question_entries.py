@@ -247,8 +247,8 @@ def _items(where: str, value: Any) -> Iterator[dict[str, Any]]:
 def _annotation(where: str, item: Fields) -> Annotation:
     text = item.get("text")
     if not isinstance(text, str):
-        problem = "missing" if text is None else abbreviated(text)
-        raise InputError(f"{where}: text of an answer = {problem}: must be text")
+        shown = "null" if text is None else abbreviated(text)
+        raise InputError(f"{where}: text of an answer = {shown}: must be text")
     item = _first_span(item.get("char_spans")) or item
     start, end, length = (
         _integer(where, names[0], first_of(item, names))
