@@ -137,7 +137,7 @@ def test_masked_language_models_equal_transformers(tmp_path, name, settings, tok
     expected = [pseudo_log_likelihood(tmp_path, text) for text in texts]
     model = ef.load(tmp_path)
     assert model.score(texts) == pytest.approx(expected, rel=1e-5) and np.ptp(expected) > 1
-    with pytest.raises(ValueError, match="score 'corrective': must be one of generator here"):
+    with pytest.raises(ValueError, match="kind = 'corrective': must be one of generator"):
         model.score(texts, "corrective")
 
 

@@ -194,7 +194,7 @@ MISFIT = "line 1: expected words in column"
         ([{"tokens": ["a"], "tags": 5}], {}, "line 1: tags = 5: must be a list with one tag per word"),
         ([{"tokens": ["a"], "tags": [1.5]}], {}, "line 1: tag = 1.5: must be text or an integer"),
         ([{"tokens": ["a"], "tags": [0]}], {}, "line 1: tag = 0: must be a name; pass names for integer tags with"),
-        ([{"tokens": ["a"], "tags": [1]}], {"labels": ("O",)}, "line 1: tag = 1: must be from 0 to 0, the numbers"),
+        ([{"tokens": ["a"], "tags": [1]}], {"labels": ("O",)}, "line 1: tag = 1: must be from 0 to 0, as in --labels"),
         ([{"tokens": ["a"], "tags": None}], {}, "line 1: no tag"),
         ([{"tokens": ["a"]}], {}, "no label column; available columns: tokens; choose with --label"),
         ([{"tags": ["a"]}], {}, "no text column; available columns: tags; choose with --text"),
