@@ -329,9 +329,6 @@ def run(inputs, environment, request):
     return run_in
 
 
-# --- Tests --------------------------------------------------------------------------------------
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     "page",
