@@ -140,7 +140,7 @@ def test_checkpoint_of_another_model_is_reported(tmp_path):
     with pytest.raises(ValueError, match=r"model.safetensors: damaged .* not a complete checkpoint"):
         checkpoint.load_parameters(make_model(), directory)
     save_file({"x": torch.zeros(1)}, weights)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         checkpoint.load_parameters(make_model(), directory)
 
 

@@ -367,4 +367,4 @@ def test_predictions_without_torch(folders, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ef.load(target).predict(["The class of a value"])[0]
     done = predict(folder)
-    assert done.returncode == 2 and "predict needs torch, which `pip install electra-fast` installs" in done.stderr
+    assert done.returncode == 2 and "predict needs torch; install it with `pip install electra-fast`" in done.stderr
