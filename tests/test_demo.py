@@ -40,6 +40,7 @@ def test_writes_all_outputs(demo):
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG") and (out / "demo.png").stat().st_size > 20_000
     assert len((out / "vocab.txt").read_text(encoding="utf-8").splitlines()) == 1024
     assert "\x1b[" in done.stdout and "really replaced" in done.stdout
+    assert "\\n" not in done.stderr  # each line of a report is printed as a line
 
 
 def plain(text):

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from electra_fast.finetuning.finetune import FinetuneResults
 from electra_fast.progress import ReadingProgress, TrainingProgress
+from electra_fast.results import console_lines
 
 RECORD = {
     "step": 500_000,
@@ -91,3 +93,13 @@ def test_step_without_reading_is_shown(monkeypatch, capsys):
         progress.update(3_000_000, 6_000_000, 0, 0, "adding up counts")
         progress.update(0, 0, 0, 0, "writing the manifest")
     assert capsys.readouterr().err == "prepare: adding up counts, 50% of 6.0 MB\nprepare: writing the manifest\n"
+
+
+def test_console_lines_are_plain_text_in_a_notebook(monkeypatch):
+    """Jupyter's kernels set FORCE_COLOR, and rich displays there instead of writing to the file."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert list(console_lines(lambda console: console.print("[bold]a[/bold] b \nc"), 80)) == ["a b", "c"]
+    result = {"metric": "f1", "median": 0.5, "min": 0.5, "max": 0.5, "runs": [{}], "seconds": 1}
+    header, row = FinetuneResults({"[red]": result}).lines()
+    assert header.split()[:2] == ["task", "metric"] and row.split()[:3] == ["[red]", "f1", "50.00"]

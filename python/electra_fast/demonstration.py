@@ -7,7 +7,6 @@ two megabytes.
 from __future__ import annotations
 
 import ast
-import io
 import json
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from electra_fast.data.prepare import prepare, vocab
 from electra_fast.files.atomic_files import replace_file
 from electra_fast.huggingface.export import export
 from electra_fast.messages import printable, say
-from electra_fast.results import Result
+from electra_fast.results import Result, console_lines
 from electra_fast.training.diagnostics import auc_text
 from electra_fast.training.evaluate import Word, evaluate, verdicts
 from electra_fast.training.plots import AMBER, GREEN, GREY, ORANGE, plot_curves
@@ -50,10 +49,8 @@ class DemoResult(Result):
     rows: Sequence[Sequence[Word]]
 
     def lines(self) -> Iterator[str]:
-        """Yields the output of the command, without colors."""
-        text = io.StringIO()
-        self.write(Console(file=text, width=COLUMNS, color_system=None))
-        yield from text.getvalue().splitlines()
+        """Returns the lines of the command's output, without colors."""
+        return console_lines(self.write, COLUMNS)
 
     def write(self, console: Console) -> None:
         """Prints the result, in colors if the console supports them."""
@@ -90,9 +87,12 @@ def demo(*, out: str | Path, device: str = AUTO) -> DemoResult:
     if not corpus.exists():
         _write_corpus(corpus)
     if not words.exists():
-        say(str(vocab([str(corpus)], out=words, size=VOCAB_SIZE)))
+        for line in vocab([str(corpus)], out=words, size=VOCAB_SIZE).lines():
+            say(line)
     # The casing is explicit, because a kill may have left vocab.txt without tokenizer.json.
-    say(str(prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)))
+    report = prepare([str(corpus)], vocab=words, out=shards, holdout=0.05, cased=False, strip_accents=False)
+    for line in report.lines():
+        say(line)
     pretrain(shards, config=demo_config(), out=run, device=device)
     metrics = evaluate(run, shards, sequence_length=demo_config().data.sequence_length, device=device)
     export(run, out=out / "export")

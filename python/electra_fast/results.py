@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import html
+import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from electra_fast.messages import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Result(Mapping[str, Any]):
@@ -54,6 +58,15 @@ class Entries(Result):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def console_lines(write: Callable[[Console], None], width: int) -> Iterator[str]:
+    """Yields the lines that `write` prints on a console, as plain text also in a notebook and with FORCE_COLOR."""
+    from rich.console import Console  # predictions without torch do not need it
+
+    text = io.StringIO()
+    write(Console(file=text, width=width, color_system=None, force_jupyter=False, force_terminal=False))
+    yield from (line.rstrip() for line in text.getvalue().splitlines())
 
 
 def table_lines(table: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import statistics
@@ -14,7 +13,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from electra_fast.config.section import present_names
@@ -51,7 +49,7 @@ from electra_fast.interruption import StopRequest, stop_requests
 from electra_fast.messages import say
 from electra_fast.model.compute import choose_device, use_compute
 from electra_fast.progress import PIPE_WIDTH, FinetuningProgress
-from electra_fast.results import Entries
+from electra_fast.results import Entries, console_lines
 from electra_fast.training.loggers import Callback, Callbacks, require_loggers
 from electra_fast.training.run import exclusive
 
@@ -87,10 +85,7 @@ class FinetuneResults(Entries):
         if len(self) > 1:
             mean = statistics.mean(result["median"] for result in self.values())
             table.add_row("mean", "", f"{100 * mean:.2f}")
-        console = Console(file=io.StringIO(), width=PIPE_WIDTH, markup=False)
-        with console.capture() as text:
-            console.print(table)
-        yield from (line.rstrip() for line in text.get().splitlines())
+        yield from console_lines(lambda console: console.print(table, markup=False), PIPE_WIDTH)
         yield from (f"{name}: {teaching_text(result)}" for name, result in self.items() if "teacher" in result)
 
 
